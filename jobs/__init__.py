@@ -1,0 +1,1 @@
+"""What is submitted to a Ray cluster: entry points and benchmarks."""

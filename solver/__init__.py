@@ -1,0 +1,1 @@
+"""Pure planning: which groups to form and which sequences each gets. Imports neither ray nor torch."""
