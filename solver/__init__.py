@@ -1,1 +1,1 @@
-"""Pure planning: which groups to form and which sequences each gets. Imports neither ray nor torch."""
+"""Pure planning: which groups form and which sequences each gets. Imports neither ray nor torch."""

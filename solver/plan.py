@@ -1,4 +1,4 @@
-"""Plans as values: a step is micro-steps, a micro-step is disjoint groups, a group has ranks and rows.
+"""Plans as values: a step is micro-steps, a micro-step disjoint groups, a group ranks and rows.
 
 A plan is plain data that the planner makes, the verifier checks, the driver sends and the actors
 read. Times are milliseconds, lengths are tokens, rows are positions in the batch.
