@@ -70,16 +70,14 @@ def _what(model: type[BaseModel], path: tuple[str, ...], error: ErrorDetails) ->
 
 def _nearest(model: type[BaseModel], path: tuple[str, ...]) -> str:
     """Say which key was meant; where none is near, which there are."""
-    known = [key for key in _keys(model) if key != path[: len(key)]]
-    siblings = [key for key in known if key[:-1] == path[:-1]]
-    in_section = get_close_matches(path[-1], [key[-1] for key in siblings], 1)
-    elsewhere = [key for key in known if key[-1] == path[-1]]
-    anywhere = get_close_matches(".".join(path), [".".join(key) for key in known], 1)
-    if in_section:
-        return f"did you mean {'.'.join((*path[:-1], in_section[0]))}?"
-    if elsewhere or anywhere:
-        return f"did you mean {'.'.join(elsewhere[0]) if elsewhere else anywhere[0]}?"
-    return f"allowed here: {', '.join(key[-1] for key in siblings)}"
+    known = list(_keys(model))
+    *section, name = path
+    siblings = [key[-1] for key in known if key[:-1] == tuple(section)]
+    if near := get_close_matches(name, siblings, 1):
+        return f"did you mean {'.'.join((*section, near[0]))}?"
+    if elsewhere := [key for key in known if key[-1] == name]:
+        return f"did you mean {'.'.join(elsewhere[0])}?"
+    return f"allowed here: {', '.join(siblings)}"
 
 
 def _keys(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
