@@ -1,0 +1,181 @@
+"""A corpus: token sequences on disk, opened without reading a token.
+
+A folder with `manifest.json` and Arrow IPC files (`writer.py` says which columns). Opening reads
+the `length` and `label_tokens` columns and checks them against the manifest and against the list
+offsets of the tokens; tokens are memory-mapped and read by row id.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from flexray.datasets.errors import CorpusError
+from flexray.datasets.manifest import FileEntry, Manifest
+
+_LISTS = (pa.list_(pa.int32()), pa.large_list(pa.int32()))
+
+
+class Corpus:
+    """Read-only view of one corpus folder. Make it with `Corpus.open`.
+
+    Attributes:
+        path: the folder.
+        manifest: what the corpus says about itself.
+        lengths: (rows,) int32, tokens of each sequence.
+        label_tokens: (rows,) int32, labels of each sequence after its own shift.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest,
+        lengths: npt.NDArray[np.int32],
+        label_tokens: npt.NDArray[np.int32],
+        batches: list[pa.RecordBatch],
+    ) -> None:
+        self.path, self.manifest = path, manifest
+        self.lengths, self.label_tokens = lengths, label_tokens
+        self._batches = batches
+        self._ends = np.cumsum([batch.num_rows for batch in batches])
+
+    @classmethod
+    def open(cls, path: Path | str) -> Corpus:
+        """Open and check the corpus in folder `path`.
+
+        Raises:
+            CorpusError: anything about it that is missing, truncated or contradictory.
+        """
+        path = Path(path).absolute()
+        manifest = Manifest.read(path)
+        lengths = np.empty(manifest.rows, np.int32)
+        label_tokens = np.empty(manifest.rows, np.int32)
+        batches: list[pa.RecordBatch] = []
+        start = 0
+        for entry in manifest.files:
+            stop = start + entry.rows
+            batches += _open_file(
+                path / entry.name, entry, lengths[start:stop], label_tokens[start:stop]
+            )
+            start = stop
+        if not lengths.any():
+            raise CorpusError(
+                f"{path}: all {manifest.rows} lengths are 0; a length counts tokens: annotate again"
+            )
+        if len({batch.schema for batch in batches}) > 1:
+            raise CorpusError(f"{path}: its files differ in their columns; annotate again")
+        return cls(path, manifest, lengths, label_tokens, batches)
+
+    def __reduce__(self) -> tuple[Callable[[Path], Corpus], tuple[Path]]:
+        return Corpus.open, (self.path,)
+
+    @property
+    def rows(self) -> int:
+        """Number of sequences."""
+        return self.manifest.rows
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are in [0, vocab_size)."""
+        return self.manifest.vocab_size
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether the corpus has a `labels` column; without one, every token is a label."""
+        return "labels" in self._batches[0].schema.names
+
+    def tokens(self, row: int) -> npt.NDArray[np.int32]:
+        """(length,) the token ids of a row: a read-only view of the mapped file, no copy.
+
+        Raises:
+            IndexError: `row` is not in [0, rows).
+        """
+        return self._read("input_ids", row)
+
+    def labels(self, row: int) -> npt.NDArray[np.int32] | None:
+        """(length,) the row's unshifted labels, -100 where ignored; None if all tokens count."""
+        return self._read("labels", row) if self.has_labels else None
+
+    def _read(self, column: str, row: int) -> npt.NDArray[np.int32]:
+        row = operator.index(row)
+        if not 0 <= row < self.rows:
+            raise IndexError(f"row {row} is not in {self.path}: its rows are 0 to {self.rows - 1}")
+        index = int(np.searchsorted(self._ends, row, side="right"))
+        batch = self._batches[index]
+        values = batch.column(column)[row - int(self._ends[index]) + batch.num_rows].values
+        array: npt.NDArray[np.int32] = values.to_numpy(zero_copy_only=True)
+        return array
+
+
+def _open_file(
+    path: Path,
+    entry: FileEntry,
+    lengths: npt.NDArray[np.int32],
+    label_tokens: npt.NDArray[np.int32],
+) -> list[pa.RecordBatch]:
+    """Map one file, check it against its manifest entry and fill in its two count columns."""
+    try:
+        size = path.stat().st_size
+        if size != entry.bytes:
+            raise CorpusError(
+                f"{path}: {size} bytes where the manifest says {entry.bytes}; "
+                "copy the corpus again or annotate again"
+            )
+        reader = pa.ipc.open_file(pa.memory_map(str(path)))
+        batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
+        rows = sum(batch.num_rows for batch in batches)
+        if rows != entry.rows:
+            raise CorpusError(
+                f"{path}: {rows} rows where the manifest says {entry.rows}; annotate again"
+            )
+        start = 0
+        for batch in batches:
+            stop = start + batch.num_rows
+            _read_counts(batch, lengths[start:stop], label_tokens[start:stop])
+            start = stop
+    except FileNotFoundError:
+        raise CorpusError(
+            f"{path}: missing, but the manifest lists it; copy the corpus again or annotate again"
+        ) from None
+    except (pa.ArrowException, OSError, KeyError, _BatchError) as error:
+        raise CorpusError(f"{path}: cannot be read ({error}); annotate again") from None
+    for name, counts in (("tokens", lengths), ("label_tokens", label_tokens)):
+        says, total = getattr(entry, name), int(counts.sum(dtype=np.int64))
+        if total != says:
+            raise CorpusError(
+                f"{path}: holds {total} {name} where the manifest says {says}; annotate again"
+            )
+    return batches
+
+
+class _BatchError(Exception):
+    """A record batch that contradicts itself; reported with its file's name."""
+
+
+def _read_counts(
+    batch: pa.RecordBatch,
+    lengths: npt.NDArray[np.int32],
+    label_tokens: npt.NDArray[np.int32],
+) -> None:
+    for name, out in (("length", lengths), ("label_tokens", label_tokens)):
+        column = batch.column(name)
+        if column.type != pa.int32() or column.null_count:
+            raise _BatchError(f"column {name} must be int32 without nulls")
+        out[:] = column.to_numpy()
+    for name in ("input_ids", "labels"):
+        if name == "labels" and name not in batch.schema.names:
+            if (label_tokens != np.maximum(lengths - 1, 0)).any():
+                raise _BatchError("label_tokens must be length - 1 where there are no labels")
+            continue
+        column = batch.column(name)
+        if column.type not in _LISTS or column.null_count or column.values.null_count:
+            raise _BatchError(f"column {name} must hold lists of int32 without nulls")
+        if (np.diff(column.offsets.to_numpy()) != lengths).any():
+            raise _BatchError(f"length differs from the number of {name}")
+    if ((label_tokens < 0) | (label_tokens > np.maximum(lengths - 1, 0))).any():
+        raise _BatchError("label_tokens must be between 0 and length - 1")
