@@ -51,9 +51,10 @@ def _what(model: type[BaseModel], path: tuple[str, ...], error: ErrorDetails) ->
             return f"{name}: must be a mapping of keys, not {value}"
         case "missing":
             return f"{name}: is missing"
-        case "too_short" | "too_long":
-            limit = error["ctx"].get("min_length") or error["ctx"]["max_length"]
-            return f"{name}: has {len(error['input'])} items where {limit} are allowed"
+        case "too_short":
+            return f"{name}: has {len(error['input'])} items, needs {error['ctx']['min_length']}"
+        case "too_long":
+            return f"{name}: has {len(error['input'])} items, takes {error['ctx']['max_length']}"
         case "string_pattern_mismatch":
             return (
                 f"{name}: must be letters, digits, '.', '_' and '-' (at most 100, "

@@ -1,0 +1,73 @@
+"""What a run writes down: `events.jsonl` and `plans.jsonl`. docs/events.md is the schema.
+
+Usage:
+    with EventLog(run.events_path) as events:
+        events.write(StepEvent(step=1, loss=5.5, ...))
+    for event in read_json_lines(run.events_path): ...
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import ClassVar, Literal
+
+from flexray.json_lines import JsonLinesWriter
+from flexray.solver.plan import Plan
+
+Cause = Literal["start", "scale", "drain", "death", "hang", "memory"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEvent:
+    """One optimizer step. Times are seconds, counts are of the whole step over all ranks."""
+
+    kind: ClassVar[str] = "step"
+
+    step: int
+    loss: float
+    tokens: int
+    label_tokens: int
+    rows: Sequence[int]
+    step_s: float
+    planned_s: float
+    plan_wait_s: float
+    solve_s: float
+    lower_bound_s: float
+    groups: Sequence[Sequence[int]]
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationEvent:
+    """One membership: which actors, in which rank order, and why it was made."""
+
+    kind: ClassVar[str] = "generation"
+
+    generation: int
+    world: int
+    pids: Sequence[int]
+    nodes: Sequence[str]
+    cause: Cause
+    pause_s: float
+    at_step: int
+
+
+Event = StepEvent | GenerationEvent
+
+
+class EventLog(JsonLinesWriter):
+    """The writer of `events.jsonl`."""
+
+    def write(self, event: Event) -> None:
+        """Append the event with its kind and the time (seconds since 1970, UTC)."""
+        self.append({"kind": event.kind, "time": time.time()} | asdict(event))
+
+
+class PlanLog(JsonLinesWriter):
+    """The writer of `plans.jsonl`."""
+
+    def write(self, step: int, generation: int, plan: Plan) -> None:
+        """Append the plan of one step; `rows` in it are positions in the step's batch."""
+        self.append({"step": step, "generation": generation} | plan.to_dict())

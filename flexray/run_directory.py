@@ -1,0 +1,76 @@
+"""The folder of one run: config.yaml, events.jsonl, plans.jsonl, and what W&B keeps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from flexray.config import Config
+from flexray.errors import UserError
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """`path` is `<run.dir>/<run.name>`."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, parent: Path, name: str | None) -> RunDirectory:
+        """Make the folder of a new run.
+
+        Args:
+            parent: Folder of all runs, made when it is not there.
+            name: The run's name, or None for a time stamp (with a number where two runs start in
+                the same second).
+
+        Raises:
+            UserError: There is a run of that name, or the folder cannot be made.
+        """
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            for candidate in [name] if name else _time_stamps():
+                try:
+                    (parent / candidate).mkdir()
+                except FileExistsError:
+                    continue
+                return cls(parent / candidate)
+        except OSError as error:
+            raise UserError(
+                f"{error.filename}: cannot make this folder: {error.strerror}"
+            ) from None
+        raise UserError(f"{parent / str(name)} is there already: choose another run.name")
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.path.name
+
+    @property
+    def config_path(self) -> Path:
+        """The resolved config."""
+        return self.path / "config.yaml"
+
+    @property
+    def events_path(self) -> Path:
+        """What happened, one JSON object a line (docs/events.md)."""
+        return self.path / "events.jsonl"
+
+    @property
+    def plans_path(self) -> Path:
+        """Every plan with its step, one JSON object a line (docs/events.md)."""
+        return self.path / "plans.jsonl"
+
+    def write_config(self, config: Config) -> None:
+        """Write the resolved config, under this run's name."""
+        self.config_path.write_text(config.named(self.name).to_yaml())
+
+
+def _time_stamps() -> Iterator[str]:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    yield stamp
+    for number in count(2):
+        yield f"{stamp}-{number}"
