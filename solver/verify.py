@@ -18,7 +18,7 @@ from flexray.solver.plan import Group, Plan, PlanningError
 RELATIVE = 1e-9
 
 
-class PlanRejected(PlanningError):
+class PlanRejected(PlanningError):  # noqa: N818 - a verdict, named as one
     """A plan that must not be run, and what is wrong with it."""
 
 
@@ -43,16 +43,17 @@ def verify(
     for option in cost.options(cluster, degrees):
         by_degree.setdefault(option.degree, []).append(option)
     _check_coverage(plan, lengths)
+    speed, node_of = cluster.speed, cluster.node_of
     for m, step in enumerate(plan.micro_steps):
         if not step.groups:
             raise PlanRejected(f"micro-step {m} has no group")
-        _check_ranks(m, step.groups, cluster)
+        _check_ranks(m, step.groups, cluster, node_of)
         slowest = 0.0
         for group in step.groups:
             options = by_degree.get(group.degree)
             if options is None:
                 raise PlanRejected(f"micro-step {m}: degree {group.degree} is not legal")
-            slowest = max(slowest, _checked_time(m, group, options, cluster))
+            slowest = max(slowest, _checked_time(m, group, options, speed))
         _check_time(f"micro-step {m}", step.planned_ms, slowest + cost.micro_step_ms)
     _check_time("the step", plan.planned_ms, math.fsum(s.planned_ms for s in plan.micro_steps))
     if not 0 <= plan.lower_bound_ms <= plan.planned_ms * (1 + RELATIVE):
@@ -84,8 +85,7 @@ def _check_coverage(plan: Plan, lengths: Sequence[int]) -> None:
             raise PlanRejected(f"row {row} of length {length} is {seen[row]} times in the plan")
 
 
-def _check_ranks(m: int, groups: Sequence[Group], cluster: Cluster) -> None:
-    node_of = cluster.node_of
+def _check_ranks(m: int, groups: Sequence[Group], cluster: Cluster, node_of: Sequence[int]) -> None:
     used: set[int] = set()
     for group in groups:
         ranks = group.ranks
@@ -100,7 +100,7 @@ def _check_ranks(m: int, groups: Sequence[Group], cluster: Cluster) -> None:
             raise PlanRejected(f"micro-step {m}: {ranks} fit in one node and are on several")
 
 
-def _checked_time(m: int, group: Group, options: Sequence[Option], cluster: Cluster) -> float:
+def _checked_time(m: int, group: Group, options: Sequence[Option], speed: Sequence[float]) -> float:
     """The group's time, after checking it and its memory against one of its degree's options."""
     tokens = sum(group.lengths)
     fitting = [o for o in options if -(-tokens // o.degree) * o.degree <= o.capacity]
@@ -110,10 +110,10 @@ def _checked_time(m: int, group: Group, options: Sequence[Option], cluster: Clus
             f"and get {tokens}"
         )
     squares = math.fsum(float(s) ** 2 for s in group.lengths)
-    speed = min(cluster.speed[r] for r in group.ranks)
+    slowest = min(speed[r] for r in group.ranks)
     times = [
         (o.fixed + o.quadratic * squares + o.linear * tokens + o.per_sequence * len(group.rows))
-        / speed
+        / slowest
         for o in fitting
     ]
     best = min(times, key=lambda t: abs(t - group.planned_ms))

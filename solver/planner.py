@@ -1,0 +1,87 @@
+"""The planner: lengths in, a verified plan out.
+
+A greedy plan is there at once; a search over configurations improves it (solver/search.py); a
+joint MILP proposes other configurations (solver/joint.py); the best one is verified and returned
+with a lower bound. Same input, same plan: effort is counted in evaluations and nodes, and time is
+only a guard.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from flexray.solver.assemble import assemble
+from flexray.solver.baselines import best_single_degree
+from flexray.solver.bound import cheap_bound
+from flexray.solver.cluster import Cluster
+from flexray.solver.cost import CostModel
+from flexray.solver.degrees import powers_of_two
+from flexray.solver.plan import Plan
+from flexray.solver.problem import Problem
+from flexray.solver.search import anneal, drafts, greedy
+from flexray.solver.verify import verify
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much to search.
+
+    Attributes:
+        evaluations: places that the search tries (about 10 ns each).
+        nodes: branch-and-bound nodes of the joint MILP; 0 leaves it out.
+        guard_s: wall time that the MILP never exceeds.
+    """
+
+    evaluations: int = 20_000_000
+    nodes: int = 50
+    guard_s: float = 5.0
+
+
+def plan_step(
+    lengths: Sequence[int],
+    cost: CostModel,
+    cluster: Cluster,
+    degrees: Iterable[int] | None = None,
+    *,
+    effort: Effort = Effort(),
+    cached: Collection[tuple[int, ...]] = (),
+) -> Plan:
+    """Plans one step.
+
+    Args:
+        lengths: tokens of each row of the batch, (rows,). Rows of length 0 are in no group and
+            listed in `dropped`.
+        degrees: legal degrees (`legal_degrees`); powers of two by default.
+        effort: how much to search.
+        cached: rank sets that have a communicator: preferred where plans are equally good.
+
+    Returns:
+        A plan that passed `verify`.
+
+    Raises:
+        PlanningError: a negative length, a row that no group holds, no legal degree.
+    """
+    began = time.perf_counter()
+    degrees = tuple(degrees) if degrees is not None else powers_of_two(cluster.gpus)
+    problem = Problem.of(lengths, cost, cluster, degrees)
+    plan = _plan(problem, effort, cached)
+    plan = replace(plan, solve_s=time.perf_counter() - began)
+    verify(plan, lengths, cost, cluster, degrees)
+    return plan
+
+
+def _plan(problem: Problem, effort: Effort, cached: Collection[tuple[int, ...]]) -> Plan:
+    bound = cheap_bound(problem)
+    if not len(problem.lengths):
+        return Plan((), 0.0, 0.0, 0.0, "empty", problem.dropped)
+    best = best_single_degree(problem)
+    if len(problem.lengths) * problem.fewest_micro_steps > effort.evaluations:
+        return best
+    found = greedy(problem)
+    found = anneal(problem, found.configuration, effort.evaluations)
+    plan = assemble(problem, drafts(problem, found), bound, "search", cached)
+    if plan is not None and plan.planned_ms <= best.planned_ms:
+        best = plan
+    return best

@@ -1,0 +1,133 @@
+"""Search over configurations: which groups each micro-step has, decoded greedily, annealed.
+
+A good configuration is found in tens of milliseconds, because the greedy decoder (kernels.decode)
+needs only the groups' numbers and a target time for each micro-step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexray.solver import kernels
+from flexray.solver.assemble import Draft
+from flexray.solver.problem import Floats, Ints, Problem
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Groups of each option in each micro-step, (M, J), and target ms of each, (M,)."""
+
+    counts: Ints
+    targets: Floats
+
+
+@dataclass(frozen=True)
+class Found:
+    """A decoded configuration.
+
+    Attributes:
+        ms: time of the step.
+        assignment: group of each sequence in the order of `kernels.layout`, (K,).
+        tried: places tried to find it: the effort.
+    """
+
+    ms: float
+    configuration: Configuration
+    assignment: Ints
+    tried: int
+
+
+def anneal(
+    problem: Problem,
+    start: Configuration,
+    evaluations: int,
+    stop_at: float = 0.0,
+    heat: float = 0.01,
+    seed: int = 0,
+) -> Found:
+    """The best configuration seen from `start` on; with 1 evaluation that is `start`, decoded.
+
+    Deterministic: effort is counted in places tried. `ms` is inf if nothing could be decoded.
+    """
+    M, J = start.counts.shape
+    most = max(M + 4, 2 * M) if evaluations > 1 else M
+    counts = np.zeros((most, J), np.int64)
+    counts[:M] = start.counts
+    targets = np.zeros(most)
+    targets[:M] = start.targets
+    assignment = np.zeros(len(problem.lengths), np.int64)
+    ms, M, tried = kernels.anneal(
+        problem.lengths,
+        problem.time,
+        problem.work,
+        problem.capacity,
+        problem.fixed,
+        problem.micro_step_ms,
+        problem.monotone,
+        problem.degrees,
+        problem.machine,
+        counts,
+        targets,
+        M,
+        evaluations,
+        stop_at,
+        heat,
+        seed,
+        assignment,
+    )
+    return Found(float(ms), Configuration(counts[:M], targets[:M]), assignment, int(tried))
+
+
+def greedy(problem: Problem) -> Found:
+    """The best of a few dozen plain configurations.
+
+    One large group for the longest sequence in one micro-step, small groups everywhere else.
+    """
+    return min((anneal(problem, start, 1) for start in _starts(problem)), key=lambda f: f.ms)
+
+
+def _starts(problem: Problem) -> Iterator[Configuration]:
+    J, N = len(problem.options), problem.cluster.gpus
+    work = problem.work.min(axis=1).sum() / problem.power
+    for M in range(problem.fewest_micro_steps, problem.fewest_micro_steps + 2):
+        for big in np.flatnonzero(np.isfinite(problem.time[0])):
+            longest = problem.time[0, big]
+            for small in range(J):
+                if problem.degrees[small] > 8 and problem.degrees[small] > problem.degrees[0]:
+                    continue
+                counts = np.zeros((M, J), np.int64)
+                counts[0, big] = 1
+                for m in range(M):
+                    idle = N - int(counts[m] @ problem.degrees)
+                    for j in range(small, -1, -1):
+                        counts[m, j] += idle // problem.degrees[j]
+                        idle -= idle // problem.degrees[j] * int(problem.degrees[j])
+                rest = max(0.0, (work * 1.05 - longest) / max(1, M - 1))
+                targets = np.full(M, rest)
+                targets[0] = longest
+                yield Configuration(counts, targets)
+
+
+def drafts(problem: Problem, found: Found) -> list[list[Draft]]:
+    """The groups of a decoded configuration, micro-step by micro-step, placed on ranks."""
+    counts = found.configuration.counts
+    members: dict[int, list[int]] = {}
+    for k, g in enumerate(found.assignment):
+        members.setdefault(int(g), []).append(k)
+    steps: list[list[Draft]] = [[] for _ in counts]
+    g = 0
+    for j in range(counts.shape[1]):
+        for m in range(counts.shape[0]):
+            for _ in range(counts[m, j]):
+                steps[m].append(Draft(j, members.get(g, ())))
+                g += 1
+    for step in steps:
+        # The kernel's order: options descend, later groups first.
+        step.reverse()
+        places = problem.place([int(problem.degrees[d.option]) for d in step])
+        assert places is not None
+        step[:] = [d._replace(ranks=ranks) for d, ranks in zip(step, places, strict=True)]
+    return steps
