@@ -1,0 +1,1 @@
+"""How a gang attends to its pack: exchange of shards (ulysses) and kernels (backends)."""

@@ -1,0 +1,134 @@
+"""Causal attention over a pack of sequences: flash-attn, torch's varlen_attn, or SDPA per sequence.
+
+Every kernel takes q_THD, k_TKD, v_TKD (T tokens of the whole pack, H query heads, K key/value heads,
+D head size) and the pack's borders, and never attends across a border.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+from flexray.actors.pack import Borders
+
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Borders, float], torch.Tensor]
+
+
+def sdpa(
+    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, borders: Borders, scale: float
+) -> torch.Tensor:
+    """One call of scaled_dot_product_attention a sequence: any device, any dtype, exact in float64."""
+    gqa = q_THD.shape[1] != k_TKD.shape[1]
+    outputs = [
+        F.scaled_dot_product_attention(
+            *(x[start:stop].transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD)),
+            is_causal=True,
+            scale=scale,
+            enable_gqa=gqa,
+        )[0].transpose(0, 1)
+        for start, stop in borders.spans
+    ]
+    return torch.cat(outputs)
+
+
+def varlen(
+    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, borders: Borders, scale: float
+) -> torch.Tensor:
+    """torch.nn.attention.varlen: one kernel for the whole pack. CUDA, bfloat16 or float16."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    cu_seqlens = borders.on(q_THD.device)
+    return varlen_attn(
+        q_THD.contiguous(),
+        k_TKD.contiguous(),
+        v_TKD.contiguous(),
+        cu_seqlens,
+        cu_seqlens,
+        borders.longest,
+        borders.longest,
+        scale=scale,
+        window_size=(-1, 0),  # causal
+        enable_gqa=q_THD.shape[1] != k_TKD.shape[1],
+    )
+
+
+def flash(
+    q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, borders: Borders, scale: float
+) -> torch.Tensor:
+    """flash-attn's varlen kernel for the whole pack. CUDA, bfloat16 or float16."""
+    from flash_attn import flash_attn_varlen_func
+
+    cu_seqlens = borders.on(q_THD.device)
+    return flash_attn_varlen_func(
+        q_THD,
+        k_TKD,
+        v_TKD,
+        cu_seqlens,
+        cu_seqlens,
+        borders.longest,
+        borders.longest,
+        softmax_scale=scale,
+        causal=True,
+    )
+
+
+KERNELS: dict[str, Kernel] = {"flash": flash, "varlen": varlen, "sdpa": sdpa}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute attention, and whether this machine has it."""
+
+    name: str
+    usable: bool
+    why: str
+
+
+@cache
+def available_backends() -> list[Backend]:
+    """All backends in order of preference, as this machine has them."""
+    cuda = torch.cuda.is_available()
+    has_flash = importlib.util.find_spec("flash_attn") is not None
+    has_varlen = importlib.util.find_spec("torch.nn.attention.varlen") is not None
+    return [
+        Backend(
+            "flash",
+            cuda and has_flash,
+            "flash-attn's varlen kernel"
+            if cuda and has_flash
+            else ("needs CUDA" if has_flash else "flash-attn is not installed (extra: gpu)"),
+        ),
+        Backend(
+            "varlen",
+            cuda and has_varlen,
+            "torch.nn.attention.varlen"
+            if cuda and has_varlen
+            else ("needs CUDA" if has_varlen else "this torch has no varlen_attn"),
+        ),
+        Backend("sdpa", True, "scaled_dot_product_attention, one call a sequence"),
+    ]
+
+
+def choose_backend(wanted: str, dtype: torch.dtype) -> str:
+    """The backend's name for `wanted` ("auto" or a name) and the compute dtype.
+
+    Raises ValueError when a backend asked for by name cannot run here.
+    """
+    half = dtype in (torch.bfloat16, torch.float16)
+    for backend in available_backends():
+        fits = backend.usable and (half or backend.name == "sdpa")
+        if wanted == "auto" and fits:
+            return backend.name
+        if wanted == backend.name:
+            if fits:
+                return wanted
+            why = backend.why if not backend.usable else f"it has no {dtype} kernel"
+            raise ValueError(
+                f"model.attention={wanted} cannot be used here: {why}; use auto or sdpa"
+            )
+    raise ValueError(f"model.attention={wanted} is unknown: use auto, {', '.join(KERNELS)}")
