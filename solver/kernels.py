@@ -9,6 +9,9 @@ sequences x pools whatever the number of GPUs.
 Shapes: K sequences (longest first), J options (ascending degree), M micro-steps, G groups, P pools.
 """
 
+# numba infers the types of compiled functions.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
 from __future__ import annotations
 
 import numpy as np
@@ -280,14 +283,14 @@ def _move(counts, targets, M, J, degrees, N, state):
             counts[m, j] += 1
             idle -= degrees[j]
         _fill(counts[m], degrees, idle, J - 1)
-    elif r < 0.97 or M + 1 > len(targets):  # move the target
+    elif r < 0.97 or len(targets) < M + 1:  # move the target
         spread = 0.05 if _random(state) < 0.8 else 0.3
         # Irwin-Hall: close to normal, and the same on every machine.
         normal = 0.0
         for _ in range(12):
             normal += _random(state)
         targets[m] = max(0.0, targets[m] * (1 + (normal - 6.0) * spread))
-    elif r < 0.985 and M < len(targets):  # one more micro-step
+    elif r < 0.985 and len(targets) > M:  # one more micro-step
         counts[M] = counts[m]
         targets[M] = targets[m]
         M += 1

@@ -1,4 +1,4 @@
-"""One batch to plan, as arrays: checked lengths, what each costs in each option, where groups go."""
+"""One batch to plan, as arrays: checked lengths, their cost in each option, where groups go."""
 
 from __future__ import annotations
 
