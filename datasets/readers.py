@@ -1,0 +1,202 @@
+"""Reads one column of text, JSON lines, Parquet or Arrow files, some rows at a time."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from flexray.datasets.errors import CorpusError
+from flexray.datasets.sources import Source
+
+SLICE_ROWS = 4096
+SLICE_BYTES = 1 << 22
+
+TEXT = pa.large_string()
+TOKENS = pa.large_list(pa.int64())
+
+
+@dataclass(frozen=True)
+class Column:
+    """Which column to read: `text`, `tokens`, or where both are None, "text" or "input_ids"."""
+
+    text: str | None = None
+    tokens: str | None = None
+
+    def choose(self, names: list[str], where: str) -> tuple[str, bool]:
+        """The column's name among `names`, and whether it holds token ids."""
+        asked = self.tokens or self.text
+        candidates = [asked] if asked else ["text", "input_ids"]
+        for name in candidates:
+            if name in names:
+                return name, self.tokens is not None or (asked is None and name == "input_ids")
+        raise CorpusError(
+            f"{where}: no column {' or '.join(map(repr, candidates))}; "
+            f"it has {', '.join(names) or 'none'}: name the text column or the tokens column"
+        )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some consecutive rows of a source.
+
+    Attributes:
+        values: the column's values as they are stored.
+        are_tokens: whether they are token ids; text otherwise.
+        position: bytes of the stored file read so far.
+        where: says where a row of `values` came from, for errors.
+    """
+
+    values: pa.Array
+    are_tokens: bool
+    position: int
+    where: Callable[[int], str]
+
+
+def read_rows(source: Source, column: Column) -> Iterator[Rows]:
+    """All rows of `source`, in order, in memory bounded by its largest row or record batch.
+
+    Raises:
+        CorpusError: the file is broken, or has no such column.
+    """
+    read = {"text": _text, "jsonl": _jsonl, "parquet": _parquet, "arrow": _arrow}[source.kind]
+    try:
+        yield from read(source, column)
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise CorpusError(f"{source.path}: cannot be read as {source.kind} ({reason})") from None
+
+
+def _text(source: Source, column: Column) -> Iterator[Rows]:
+    if name := column.text or column.tokens:
+        raise CorpusError(f"{source.path}: is plain text, so it has no column {name!r}")
+    with source.open() as stored:
+        text = _decode(source.decompress(stored).read(), str(source.path))
+    yield Rows(pa.array([text], TEXT), False, source.size, lambda _: str(source.path))
+
+
+def _jsonl(source: Source, column: Column) -> Iterator[Rows]:
+    with source.open() as stored, io.BufferedReader(source.decompress(stored), 1 << 20) as lines:
+        numbers: list[int] = []
+        values: list[Any] = []
+        size, name, are_tokens = 0, "", False
+
+        def rows() -> Rows:
+            at = tuple(numbers)
+            array = _json_values(source, values, at, are_tokens)
+            return Rows(array, are_tokens, stored.tell(), lambda row: f"{source.path}:{at[row]}")
+
+        for number, line in enumerate(lines, start=1):
+            where = f"{source.path}:{number}"
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(_decode(line, where))
+            except json.JSONDecodeError as error:
+                raise CorpusError(f"{where}: broken JSON ({error.msg})") from None
+            if not isinstance(record, dict):
+                raise CorpusError(f"{where}: not a JSON object; give one object a line")
+            if name not in record:  # the first line chooses for the whole file
+                name, are_tokens = column.choose(list(record), where)
+                column = Column(tokens=name) if are_tokens else Column(text=name)
+            if values and (size + len(line) > SLICE_BYTES or len(values) == SLICE_ROWS):
+                yield rows()
+                numbers, values, size = [], [], 0
+            numbers.append(number)
+            values.append(record[name])
+            size += len(line)
+        if values:
+            yield rows()
+
+
+def _json_values(
+    source: Source, values: list[Any], numbers: tuple[int, ...], are_tokens: bool
+) -> pa.Array:
+    kind = TOKENS if are_tokens else TEXT
+    try:
+        return pa.array(values, kind)
+    except (pa.ArrowException, OverflowError, TypeError, ValueError):
+        if len(values) > 1:  # one by one, to find the bad line
+            for value, number in zip(values, numbers, strict=True):
+                _json_values(source, [value], (number,), are_tokens)
+        what = "a list of token ids" if are_tokens else "text in valid Unicode"
+        raise CorpusError(
+            f"{source.path}:{numbers[0]}: {json.dumps(values[0])[:60]} is not {what}"
+        ) from None
+
+
+def _decode(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise CorpusError(
+            f"{where}: not UTF-8 text (byte 0x{raw[error.start]:02x} at offset {error.start}); "
+            "convert it or leave it out"
+        ) from None
+
+
+def _parquet(source: Source, column: Column) -> Iterator[Rows]:
+    with source.open() as stored, pq.ParquetFile(stored, pre_buffer=False) as file:
+        name, are_tokens = column.choose(file.schema_arrow.names, str(source.path))
+        first, total = 0, file.metadata.num_rows
+        step = _slice_rows(total, _parquet_bytes(file.metadata, name))
+        for batch in file.iter_batches(batch_size=step, columns=[name]):
+            position = source.size * (first + batch.num_rows) // total
+            yield from _slices(source, batch.column(0), are_tokens, first, position)
+            first += batch.num_rows
+
+
+def _parquet_bytes(metadata: pq.FileMetaData, name: str) -> int:
+    """Uncompressed size of a top-level column."""
+    groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
+    chunks = (group.column(j) for group in groups for j in range(metadata.num_columns))
+    return sum(
+        chunk.total_uncompressed_size
+        for chunk in chunks
+        if chunk.path_in_schema.split(".")[0] == name
+    )
+
+
+def _arrow(source: Source, column: Column) -> Iterator[Rows]:
+    with source.open() as stored:
+        is_file = stored.read(6) == b"ARROW1"
+
+        def open_reader(options: pa.ipc.IpcReadOptions | None = None) -> Any:
+            stored.seek(0)
+            if is_file:
+                return pa.ipc.open_file(stored, options=options)
+            return pa.ipc.open_stream(source.decompress(stored), options=options)
+
+        names = open_reader().schema.names
+        name, are_tokens = column.choose(names, str(source.path))
+        reader = open_reader(pa.ipc.IpcReadOptions(included_fields=[names.index(name)]))
+        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+        first = 0
+        for i, batch in enumerate(batches, start=1):
+            position = source.size * i // reader.num_record_batches if is_file else stored.tell()
+            yield from _slices(source, batch.column(0), are_tokens, first, position)
+            first += batch.num_rows
+
+
+def _slice_rows(rows: int, size: int) -> int:
+    return max(1, min(SLICE_ROWS, rows * SLICE_BYTES // max(size, 1)))
+
+
+def _slices(
+    source: Source, values: pa.Array, are_tokens: bool, first: int, position: int
+) -> Iterator[Rows]:
+    """Cut a stored record batch, which may be a whole file, into pieces of bounded size."""
+    step = _slice_rows(len(values), values.nbytes)
+    for start in range(0, len(values), step):
+        at = first + start
+        yield Rows(
+            values.slice(start, step),
+            are_tokens,
+            position,
+            lambda row, at=at: f"{source.path}: row {at + row}",  # type: ignore[misc]
+        )
