@@ -18,6 +18,8 @@ import numpy as np
 from numba import njit
 
 INF = np.inf
+# Making and listing a configuration costs about as much as trying this many places.
+DECODE = 400
 
 
 @njit(cache=True)
@@ -308,8 +310,8 @@ def anneal(
 ):  # fmt: skip
     """Searches over configurations from `counts` (most M, J) and `targets` (most M,).
 
-    Both, and `assignment` (K,), hold the best on return. Stops after `evaluations` tried places or
-    at a step of `stop_at` ms. Returns (ms of the step, its micro-steps, places tried).
+    Both, and `assignment` (K,), hold the best on return. Stops after `evaluations` tried places (or
+    one decode), or at a step of `stop_at` ms. Returns (ms of the step, its micro-steps, places tried).
     """
     most, J = counts.shape
     N = len(machine[2])
@@ -334,7 +336,7 @@ def anneal(
             cool = (1.0 - tried / evaluations) ** 2
             limit = here - np.log(_random(state) + 1e-300) * (best * heat * cool + 1e-9)
         first = False
-        tried += 1
+        tried += DECODE
         G = layout(new_counts, new_M, J, degrees, machine, group_option, group_step, group_slow)
         if G < 0:
             continue

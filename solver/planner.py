@@ -80,7 +80,7 @@ def _plan(problem: Problem, effort: Effort, cached: Collection[tuple[int, ...]])
     if len(problem.lengths) * problem.fewest_micro_steps > effort.evaluations:
         return best
     found = greedy(problem)
-    found = anneal(problem, found.configuration, effort.evaluations)
+    found = anneal(problem, found.configuration, effort.evaluations, stop_at=bound * (1 + 1e-9))
     plan = assemble(problem, drafts(problem, found), bound, "search", cached)
     if plan is not None and plan.planned_ms <= best.planned_ms:
         best = plan

@@ -1,0 +1,229 @@
+"""`flexray plan`: one step's plan on paper. No GPU, no Ray, no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from enum import StrEnum
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from flexray.errors import UserError
+from flexray.length_source import Lengths, read_lengths
+from flexray.presets import Preset, load_preset, preset_names
+from flexray.solver.baselines import batch_adaptive, static
+from flexray.solver.cluster import Cluster
+from flexray.solver.cost import CostModel
+from flexray.solver.degrees import legal_degrees
+from flexray.solver.plan import Dropped, Plan
+from flexray.solver.planner import plan_step
+
+# Stands in for a cost model when only a capacity is given.
+DEFAULT_PRESET = "gpt-7b-a100-40g"
+
+
+class OverLength(StrEnum):
+    """What to do with rows longer than the limit."""
+
+    ERROR = "error"
+    DROP = "drop"
+
+
+def plan(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="LENGTHS",
+            help="A Parquet, Arrow, CSV or JSON-lines file with a column `length`, a corpus "
+            "folder made by `flexray annotate`, or a list such as 48000,900,900,350.",
+        ),
+    ],
+    gpus: Annotated[
+        int | None, typer.Option(help="GPUs of the cluster. Default: the preset's.")
+    ] = None,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of a node.")] = 8,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Cost model: {', '.join(preset_names())}, or the path of a YAML file like them."
+        ),
+    ] = None,
+    capacity: Annotated[
+        int | None,
+        typer.Option(help="Tokens a GPU holds. Default: from the preset's memory figures."),
+    ] = None,
+    heads: Annotated[
+        int | None, typer.Option(help="Query heads of the model.", show_default="32")
+    ] = None,
+    kv_heads: Annotated[
+        int | None, typer.Option(help="Key/value heads.", show_default="32, or as many as heads")
+    ] = None,
+    degrees: Annotated[
+        str | None,
+        typer.Option(
+            help="Group sizes allowed, such as 1,2,4. Default: the preset's, or all legal."
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Rows of a batch. Default: all rows are one batch.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Which batch, from 0.")] = 0,
+    max_length: Annotated[
+        int | None,
+        typer.Option(help="Longest row, in tokens. Default: what the cluster can hold."),
+    ] = None,
+    over_length: Annotated[
+        OverLength, typer.Option(help="Rows longer than that: an error, or left out and listed.")
+    ] = OverLength.ERROR,
+    as_json: Annotated[bool, typer.Option("--json", help="The plan as JSON on stdout.")] = False,
+) -> None:
+    """Plan one training step: which groups of GPUs form and which rows each gets.
+
+    Shows every micro-step, how far the plan is from the best possible, and
+    how much faster it is than one group size for all. Over-long rows are
+    removed first, then the file is cut into batches; rows are numbered by
+    their position in the batch.
+
+    Examples:
+
+      flexray plan 48000,900,900,350 --gpus 8 --capacity 8000
+
+      flexray plan lengths.parquet --preset gpt-7b-a100-40g --batch-size 512
+
+      flexray plan my-corpus --gpus 6 --capacity 4096 --heads 8 --kv-heads 2
+
+    What cannot be planned is one line on stderr and exit code 2.
+    """
+    if preset is None and capacity is None:
+        raise UserError("give --preset NAME, or --capacity TOKENS for a default cost model")
+    if preset is None and gpus is None:
+        raise UserError("give --gpus N, or --preset NAME for its cluster")
+    model = load_preset(preset or DEFAULT_PRESET)
+    if max_length is not None and max_length > model.max_length:
+        model = model.with_max_length(max_length)
+    cluster = model.cluster if gpus is None else Cluster.uniform(gpus, gpus_per_node)
+    cost = model.cost if capacity is None else model.cost.with_capacity(capacity)
+    allowed = _degrees(degrees, heads, kv_heads, model if preset else None, cluster)
+
+    lengths = read_lengths(source)
+    limit = max_length or max(o.capacity for o in cost.options(cluster, allowed))
+    rows = _admitted(lengths, limit, over_length)
+    batch_rows, over_long = _cut(rows, len(lengths), batch_size, batch)
+    result = plan_step(lengths[batch_rows].tolist(), cost, cluster, allowed)
+    result = replace(
+        result,
+        dropped=(
+            *(
+                Dropped(
+                    int(row), int(lengths[row]), f"row {row} of the input is over {limit} tokens"
+                )
+                for row in over_long
+            ),
+            *result.dropped,
+        ),
+    )
+    if as_json:
+        typer.echo(json.dumps(result.to_dict()))
+        return
+    longest = int(lengths[rows].max()) if len(rows) else 0
+    _show(result, lengths[batch_rows].tolist(), longest, cost, cluster, allowed)
+
+
+def _degrees(
+    given: str | None,
+    heads: int | None,
+    kv_heads: int | None,
+    preset: Preset | None,
+    cluster: Cluster,
+) -> tuple[int, ...]:
+    """What the user named, else what the named heads allow, else the preset's, else 32 heads'."""
+    if given is not None:
+        try:
+            return tuple(int(word) for word in given.split(","))
+        except ValueError:
+            raise UserError(f"--degrees {given}: give whole numbers such as 1,2,4") from None
+    if preset is not None and heads is None and kv_heads is None:
+        return preset.degrees
+    queries = heads if heads is not None else preset.heads if preset else 32
+    return legal_degrees(queries, kv_heads if kv_heads is not None else queries, cluster.gpus)
+
+
+def _admitted(lengths: Lengths, limit: int, over_length: OverLength) -> Lengths:
+    """Rows of the input that are not over-long, in order."""
+    over = np.flatnonzero(lengths > limit)
+    if len(over) and over_length is OverLength.ERROR:
+        row = over[0]
+        raise UserError(
+            f"row {row} has length {lengths[row]} and the limit is {limit} tokens"
+            + (f" ({len(over) - 1} more rows are too long)" if len(over) > 1 else "")
+            + ": raise --max-length or --capacity, use more --gpus, or pass --over-length drop"
+        )
+    return np.flatnonzero(lengths <= limit)
+
+
+def _cut(rows: Lengths, total: int, size: int | None, batch: int) -> tuple[Lengths, Lengths]:
+    """Rows of one batch, and the rows left out of the stretch of the input that it covers."""
+    if size is None:
+        size = max(1, len(rows))
+    if size < 1 or batch < 0:
+        raise UserError(f"--batch-size {size} --batch {batch}: give at least 1 row and batch 0")
+    first, last = batch * size, min((batch + 1) * size, len(rows))
+    if batch and first >= len(rows):
+        raise UserError(
+            f"--batch {batch}: {len(rows)} rows make {-(-len(rows) // size)} batches of {size}, "
+            "counted from 0"
+        )
+    start = rows[first - 1] + 1 if first else 0
+    stop = rows[last] if last < len(rows) else total
+    return rows[first:last], np.setdiff1d(np.arange(start, stop), rows[first:last])
+
+
+def _show(
+    plan: Plan,
+    lengths: list[int],
+    longest: int,
+    cost: CostModel,
+    cluster: Cluster,
+    degrees: tuple[int, ...],
+) -> None:
+    table = Table(title=f"{len(lengths)} rows on {cluster.gpus} GPUs", title_justify="left")
+    for name in ("micro-step", "groups", "rows", "tokens", "longest", "busy GPUs", "time"):
+        table.add_column(name, justify="left" if name == "groups" else "right")
+    for m, (step, groups) in enumerate(
+        zip(plan.micro_steps, plan.summary.split(" | "), strict=True)
+    ):
+        rows = [length for g in step.groups for length in g.lengths]
+        busy = sum(g.degree * g.planned_ms for g in step.groups)
+        slowest = max(g.planned_ms for g in step.groups)
+        table.add_row(
+            str(m),
+            groups,
+            f"{len(rows):,}",
+            f"{sum(rows):,}",
+            f"{max(rows):,}",
+            f"{busy / (slowest * cluster.gpus):.0%}" if slowest else "-",
+            f"{step.planned_ms:,.1f} ms",
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"step {plan.planned_ms:,.1f} ms; no plan is under {plan.lower_bound_ms:,.1f} ms "
+        f"(gap {plan.gap:.1%}); planned in {plan.solve_s:.2f} s ({plan.method})"
+    )
+    if plan.planned_ms:
+        for name, other in (
+            ("static, one degree for all data", static(lengths, cost, cluster, degrees, longest)),
+            ("best single degree for this batch", batch_adaptive(lengths, cost, cluster, degrees)),
+        ):
+            console.print(
+                f"{other.planned_ms / plan.planned_ms:.2f}x as fast as {name} "
+                f"({other.planned_ms:,.1f} ms: {other.summary})"
+            )
+    for dropped in plan.dropped[:10]:
+        console.print(f"left out: row {dropped.row} of length {dropped.length}: {dropped.why}")
+    if len(plan.dropped) > 10:
+        console.print(f"left out: {len(plan.dropped) - 10} more rows (--json lists all)")
