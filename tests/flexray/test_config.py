@@ -42,7 +42,6 @@ def test_the_last_override_of_a_key_wins(read):
     [
         ("train.learning_rate=1e-3", "train", {"learning_rate": 0.001}),
         ("train.learning_rate=1", "train", {"learning_rate": 1.0}),
-        ("train.clip_norm=null", "train", {"clip_norm": None}),
         ("train.betas=[0.9, 0.99]", "train", {"betas": (0.9, 0.99)}),
         ("planner.degrees=[1, 2]", "planner", {"degrees": (1, 2)}),
         ("run.dir=out/here", "run", {"dir": Path("out/here")}),
@@ -93,7 +92,7 @@ def test_model_config(read, text, overrides, expected):
     [
         (None, []),
         (None, ["run.name=1e3", "train.learning_rate=1e-05", "planner.degrees=[4,1]"]),
-        (None, ["model.path=weights", "train.clip_norm=null", "cluster.gpus=3"]),
+        (None, ["model.path=weights", "train.clip_norm=5", "cluster.gpus=3"]),
         ("run: {name: 'off'}\nmodel: {config: {model_type: x, a: ['1e3', 012, {b: ~}]}}", []),
     ],
 )
