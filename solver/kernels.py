@@ -310,8 +310,9 @@ def anneal(
 ):  # fmt: skip
     """Searches over configurations from `counts` (most M, J) and `targets` (most M,).
 
-    Both, and `assignment` (K,), hold the best on return. Stops after `evaluations` tried places (or
-    one decode), or at a step of `stop_at` ms. Returns (ms of the step, its micro-steps, places tried).
+    Both, and `assignment` (K,), hold the best on return. Stops after `evaluations` tried places
+    (or one decode), or at a step of `stop_at` ms. Returns (ms of the step, its micro-steps, places
+    tried).
     """
     most, J = counts.shape
     N = len(machine[2])
