@@ -162,9 +162,7 @@ class TrainSection(Section):
     warmup_steps: Count = Field(default=5, description="linear warm-up")
     betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), description="of AdamW")
     weight_decay: float = Field(default=0.1, ge=0, description="of AdamW, decoupled")
-    clip_norm: float | None = Field(
-        default=1.0, gt=0, description="global gradient norm; null: no clipping"
-    )
+    clip_norm: float = Field(default=1.0, gt=0, description="of the global gradient")
 
 
 class PlannerSection(Section):
