@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ class Corpus:
         manifest: what the corpus says about itself.
         lengths: (rows,) int32, tokens of each sequence.
         label_tokens: (rows,) int32, labels of each sequence after its own shift.
+        has_labels: whether it has a `labels` column; without one, every token is a label.
     """
 
     def __init__(
@@ -37,12 +39,17 @@ class Corpus:
         manifest: Manifest,
         lengths: npt.NDArray[np.int32],
         label_tokens: npt.NDArray[np.int32],
-        batches: list[pa.RecordBatch],
+        batches: list[_BatchPlace],
+        has_labels: bool,
     ) -> None:
         self.path, self.manifest = path, manifest
         self.lengths, self.label_tokens = lengths, label_tokens
+        self.has_labels = has_labels
         self._batches = batches
-        self._ends = np.cumsum([batch.num_rows for batch in batches])
+        self._ends = np.cumsum([place.rows for place in batches])
+        # Mapped when first read: a driver plans with the counts and never reads a token.
+        self._readers: dict[str, pa.ipc.RecordBatchFileReader] = {}
+        self._mapped: dict[int, pa.RecordBatch] = {}
 
     @classmethod
     def open(cls, path: Path | str) -> Corpus:
@@ -55,21 +62,24 @@ class Corpus:
         manifest = Manifest.read(path)
         lengths = np.empty(manifest.rows, np.int32)
         label_tokens = np.empty(manifest.rows, np.int32)
-        batches: list[pa.RecordBatch] = []
+        batches: list[_BatchPlace] = []
+        labelled = set()
         start = 0
         for entry in manifest.files:
             stop = start + entry.rows
-            batches += _open_file(
+            places, has_labels = _check_file(
                 path / entry.name, entry, lengths[start:stop], label_tokens[start:stop]
             )
+            batches += places
+            labelled.add(has_labels)
             start = stop
         if not lengths.any():
             raise CorpusError(
                 f"{path}: all {manifest.rows} lengths are 0; a length counts tokens: annotate again"
             )
-        if len({batch.schema for batch in batches}) > 1:
-            raise CorpusError(f"{path}: its files differ in their columns; annotate again")
-        return cls(path, manifest, lengths, label_tokens, batches)
+        if len(labelled) > 1:
+            raise CorpusError(f"{path}: only some of its files have labels; annotate again")
+        return cls(path, manifest, lengths, label_tokens, batches, labelled.pop())
 
     def __reduce__(self) -> tuple[Callable[[Path], Corpus], tuple[Path]]:
         return Corpus.open, (self.path,)
@@ -83,11 +93,6 @@ class Corpus:
     def vocab_size(self) -> int:
         """Token ids are in [0, vocab_size)."""
         return self.manifest.vocab_size
-
-    @property
-    def has_labels(self) -> bool:
-        """Whether the corpus has a `labels` column; without one, every token is a label."""
-        return "labels" in self._batches[0].schema.names
 
     def tokens(self, row: int) -> npt.NDArray[np.int32]:
         """(length,) the token ids of a row: a read-only view of the mapped file, no copy.
@@ -106,19 +111,40 @@ class Corpus:
         if not 0 <= row < self.rows:
             raise IndexError(f"row {row} is not in {self.path}: its rows are 0 to {self.rows - 1}")
         index = int(np.searchsorted(self._ends, row, side="right"))
-        batch = self._batches[index]
+        batch = self._batch(index)
         values = batch.column(column)[row - int(self._ends[index]) + batch.num_rows].values
         array: npt.NDArray[np.int32] = values.to_numpy(zero_copy_only=True)
         return array
 
+    def _batch(self, index: int) -> pa.RecordBatch:
+        if index not in self._mapped:
+            place = self._batches[index]
+            if place.file not in self._readers:
+                self._readers[place.file] = _map(self.path / place.file)
+            self._mapped[index] = self._readers[place.file].get_batch(place.index)
+        return self._mapped[index]
 
-def _open_file(
+
+@dataclass(frozen=True, slots=True)
+class _BatchPlace:
+    """Which record batch of which file, and its rows."""
+
+    file: str
+    index: int
+    rows: int
+
+
+def _map(path: Path) -> pa.ipc.RecordBatchFileReader:
+    return pa.ipc.open_file(pa.memory_map(str(path)))
+
+
+def _check_file(
     path: Path,
     entry: FileEntry,
     lengths: npt.NDArray[np.int32],
     label_tokens: npt.NDArray[np.int32],
-) -> list[pa.RecordBatch]:
-    """Map one file, check it against its manifest entry and fill in its two count columns."""
+) -> tuple[list[_BatchPlace], bool]:
+    """Check a file against its manifest entry, fill in its counts, and see if it has labels."""
     try:
         size = path.stat().st_size
         if size != entry.bytes:
@@ -126,31 +152,33 @@ def _open_file(
                 f"{path}: {size} bytes where the manifest says {entry.bytes}; "
                 "copy the corpus again or annotate again"
             )
-        reader = pa.ipc.open_file(pa.memory_map(str(path)))
-        batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
-        rows = sum(batch.num_rows for batch in batches)
+        reader = _map(path)
+        places: list[_BatchPlace] = []
+        rows = 0
+        for index in range(reader.num_record_batches):
+            batch = reader.get_batch(index)
+            batch.validate()
+            at = slice(rows, rows + batch.num_rows)
+            rows += batch.num_rows
+            if rows > entry.rows:
+                break
+            _read_counts(batch, lengths[at], label_tokens[at])
+            places.append(_BatchPlace(entry.name, index, batch.num_rows))
         if rows != entry.rows:
-            raise CorpusError(
-                f"{path}: {rows} rows where the manifest says {entry.rows}; annotate again"
-            )
-        start = 0
-        for batch in batches:
-            stop = start + batch.num_rows
-            _read_counts(batch, lengths[start:stop], label_tokens[start:stop])
-            start = stop
+            raise _BatchError(f"it does not have the {entry.rows} rows of the manifest")
     except FileNotFoundError:
         raise CorpusError(
             f"{path}: missing, but the manifest lists it; copy the corpus again or annotate again"
         ) from None
     except (pa.ArrowException, OSError, KeyError, _BatchError) as error:
-        raise CorpusError(f"{path}: cannot be read ({error}); annotate again") from None
+        raise CorpusError(f"{path}: cannot be used ({error}); annotate again") from None
     for name, counts in (("tokens", lengths), ("label_tokens", label_tokens)):
         says, total = getattr(entry, name), int(counts.sum(dtype=np.int64))
         if total != says:
             raise CorpusError(
                 f"{path}: holds {total} {name} where the manifest says {says}; annotate again"
             )
-    return batches
+    return places, "labels" in reader.schema.names
 
 
 class _BatchError(Exception):
@@ -167,6 +195,8 @@ def _read_counts(
         if column.type != pa.int32() or column.null_count:
             raise _BatchError(f"column {name} must be int32 without nulls")
         out[:] = column.to_numpy()
+        if (out < 0).any():
+            raise _BatchError(f"column {name} holds negative numbers")
     for name in ("input_ids", "labels"):
         if name == "labels" and name not in batch.schema.names:
             if (label_tokens != np.maximum(lengths - 1, 0)).any():
@@ -177,5 +207,5 @@ def _read_counts(
             raise _BatchError(f"column {name} must hold lists of int32 without nulls")
         if (np.diff(column.offsets.to_numpy()) != lengths).any():
             raise _BatchError(f"length differs from the number of {name}")
-    if ((label_tokens < 0) | (label_tokens > np.maximum(lengths - 1, 0))).any():
-        raise _BatchError("label_tokens must be between 0 and length - 1")
+    if (label_tokens > np.maximum(lengths - 1, 0)).any():
+        raise _BatchError("label_tokens must not be more than length - 1")

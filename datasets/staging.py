@@ -22,7 +22,7 @@ def check_free(out: Path, overwrite: bool) -> None:
     if not (out / MANIFEST_NAME).is_file():
         raise CorpusError(f"{out}: exists and is not a corpus; choose another output folder")
     if not overwrite:
-        raise CorpusError(f"{out}: holds a corpus already; choose another folder or overwrite it")
+        raise CorpusError(f"{out}: holds a corpus already; choose another folder, or --overwrite")
 
 
 @contextmanager
