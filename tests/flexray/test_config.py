@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -210,3 +211,25 @@ def test_files_that_cannot_be_read(tmp_path):
 def test_a_config_cannot_be_changed():
     with pytest.raises(ValueError, match="frozen"):
         Config().train.steps = 3
+
+
+def documented():
+    """Key -> default, from the tables of docs/config.md."""
+    text = (Path(__file__).parents[2] / "docs" / "config.md").read_text()
+    keys = {}
+    for section in text.split("\n## ")[1:]:
+        name = section.split("\n")[0]
+        for key, default in re.findall(r"^\| `(\w+)` \| (.+?) \|", section, re.MULTILINE):
+            keys[f"{name}.{key}"] = default
+    return keys
+
+
+def test_the_document_names_every_key_with_its_default():
+    config = Config().to_dict()
+    expected = {
+        f"{section}.{key}": f"`{str(value) if isinstance(value, float) else json.dumps(value)}`"
+        for section, keys in config.items()
+        for key, value in keys.items()
+    }
+    expected = {key: value.replace('"', "") for key, value in expected.items()}
+    assert documented() == expected | {"model.config": "a small Llama"}
