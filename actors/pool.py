@@ -1,0 +1,153 @@
+"""The pool: one actor per GPU, and the generations that they form.
+
+Actors have no placement group (it cannot grow, and it is rescheduled in a busy loop after a node
+has died) and are never restarted by Ray: who is a member is the driver's decision.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import ray
+import torch.distributed as dist
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from flexray.actors.engine import EngineSettings
+from flexray.actors.work import RankStep, StepReport
+from flexray.actors.worker import DataSource, Place, Worker
+from flexray.solver.cluster import Cluster
+
+START_TIMEOUT_S = 300.0
+
+
+class PoolError(RuntimeError):
+    """Actors could not be had, or one is lost: one line for the user."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A numbered membership: who is in the world, in rank order."""
+
+    number: int
+    places: tuple[Place, ...]
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return len(self.places)
+
+    @property
+    def cluster(self) -> Cluster:
+        """The nodes as the planner sees them."""
+        return cluster_of(self.places)
+
+
+def cluster_of(places: Sequence[Place]) -> Cluster:
+    """The nodes of `places`, which are in rank order: node by node."""
+    return Cluster(tuple(Counter(place.node for place in places).values()))
+
+
+class Pool:
+    """The actors of a run; a context manager that leaves none behind."""
+
+    def __init__(self, size: int, device: str, settings: EngineSettings, data: DataSource) -> None:
+        """Starts `size` actors on `device` ("cpu" or "cuda"), one GPU or one CPU each.
+
+        Raises PoolError at once when the cluster can never have them.
+        """
+        check_resources(size, device)
+        environment = {
+            # One thread a rank on CPUs; NCCL keeps the order in which we issue collectives, and
+            # errors are ours to handle.
+            "OMP_NUM_THREADS": "1",
+            "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
+        }
+        actor = Worker.options(  # type: ignore[attr-defined]
+            num_cpus=1,
+            num_gpus=1 if device == "cuda" else 0,
+            runtime_env={"env_vars": environment},
+        )
+        self._workers = [actor.remote(settings, data, device) for _ in range(size)]
+        # The driver owns the store: it outlives every generation. Port 0: any free one.
+        self._host = ray.util.get_node_ip_address()
+        self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+
+    def places(self) -> tuple[Place, ...]:
+        """Where the actors run, in rank order: node by node. Waits until all have started.
+
+        Raises PoolError when an actor dies or does not start in time.
+        """
+        places = self.wait([worker.place.remote() for worker in self._workers], "start")
+        order = sorted(range(len(places)), key=lambda i: (places[i].node, places[i].gpu))
+        self._workers = [self._workers[i] for i in order]
+        return tuple(places[i] for i in order)
+
+    def form(self, number: int) -> Generation:
+        """Forms generation `number` of all actors: they join one world and build the model.
+
+        Raises PoolError when an actor dies or does not join in time.
+        """
+        places = self.places()
+        joins = [
+            worker.join.remote(number, rank, len(places), self._host, self._store.port)
+            for rank, worker in enumerate(self._workers)
+        ]
+        self.wait(joins, "join")
+        return Generation(number, places)
+
+    def dispatch(self, work: Sequence[RankStep]) -> list[ray.ObjectRef[StepReport]]:
+        """Queues one step, `work` in rank order; it runs as soon as the one before has ended."""
+        return [worker.step.remote(part) for worker, part in zip(self._workers, work, strict=True)]
+
+    def wait(self, calls: Sequence[ray.ObjectRef], what: str) -> list:
+        """The results of calls to all ranks, in rank order.
+
+        Raises PoolError, naming the rank, as soon as one of them fails.
+        """
+        pending = list(calls)
+        while pending:
+            timeout = None if what == "step" else START_TIMEOUT_S
+            done, pending = ray.wait(pending, num_returns=1, timeout=timeout)
+            if not done:
+                raise PoolError(f"{len(pending)} of {len(calls)} actors did not {what} in time")
+            try:
+                ray.get(done[0], timeout=0)
+            except RayActorError as error:
+                rank = calls.index(done[0])
+                reason = str(error).strip().splitlines()[0]
+                raise PoolError(f"rank {rank} died during {what}: {reason}") from None
+            except RayTaskError as error:
+                rank = calls.index(done[0])
+                raise PoolError(f"rank {rank} failed during {what}: {error}") from None
+            except GetTimeoutError:
+                pending.append(done[0])
+        return ray.get(list(calls))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends every actor."""
+        for worker in self._workers:
+            ray.kill(worker)
+        self._workers = []
+
+
+def check_resources(size: int, device: str) -> None:
+    """Raises PoolError, saying what is needed and what is there, instead of waiting for ever."""
+    kind = "GPU" if device == "cuda" else "CPU"
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    have = [int(node["Resources"].get(kind, 0)) for node in nodes]
+    if sum(have) < size:
+        raise PoolError(
+            f"cluster.gpus={size} needs {size} {kind}s and the cluster has {sum(have)} "
+            f"({', '.join(map(str, have))} on {len(have)} node{'s'[: len(have) != 1]}): "
+            f"lower cluster.gpus or add nodes"
+        )

@@ -1,0 +1,101 @@
+"""The Ray actor of one GPU: an engine, and two threads to talk to it.
+
+`train` runs the steps one after another in the order in which the driver queued them; `control`
+answers while a step runs.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import ray
+import torch
+import torch.distributed as dist
+
+from flexray.actors.engine import Engine, EngineSettings, StaleGeneration
+from flexray.actors.work import RankStep, StepReport
+from flexray.datasets.corpus import Corpus
+from flexray.datasets.documents import Documents, OverLength
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """What every actor opens for itself: tokens never pass through the driver."""
+
+    corpus: Path
+    max_length: int
+    over_length: OverLength
+
+    def open(self) -> Documents:
+        """The rows to train on. Raises CorpusError."""
+        return Documents(Corpus.open(self.corpus), self.max_length, self.over_length)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an actor runs, and what it has there."""
+
+    pid: int
+    node: str  # Ray's node id
+    gpu: int  # index on its node; the process itself sees it as device 0
+    device_name: str  # empty on CPUs
+    memory_mb: float  # of the GPU, or of the whole node on CPUs
+    cores: int  # of the node
+
+
+@ray.remote(max_restarts=0, concurrency_groups={"train": 1, "control": 1})
+class Worker:
+    """One rank's process. Its rank and world may change; the process and its data stay."""
+
+    def __init__(self, settings: EngineSettings, data: DataSource, device: str) -> None:
+        if device == "cpu":
+            torch.set_num_threads(1)
+        self.settings = settings
+        # Ray shows each process only its own GPU: the local device is always 0.
+        self.device = torch.device("cuda:0" if device == "cuda" else "cpu")
+        self.documents = data.open()
+        self.engine: Engine | None = None
+
+    @ray.method(concurrency_group="control")
+    def place(self) -> Place:
+        """Where this process runs."""
+        context = ray.get_runtime_context()
+        gpus = context.get_accelerator_ids().get("GPU", [])
+        name, memory = "", psutil.virtual_memory().total
+        if self.device.type == "cuda":
+            properties = torch.cuda.get_device_properties(self.device)
+            name, memory = properties.name, properties.total_memory
+        return Place(
+            pid=os.getpid(),
+            node=context.get_node_id(),
+            gpu=int(gpus[0]) if gpus else 0,
+            device_name=name,
+            memory_mb=memory / 2**20,
+            cores=os.cpu_count() or 1,
+        )
+
+    @ray.method(concurrency_group="train")
+    def join(self, generation: int, rank: int, world: int, host: str, port: int) -> None:
+        """Becomes `rank` of `world` in a new generation; returns when all have joined."""
+        timeout = timedelta(seconds=self.settings.timeout_s)
+        store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+        self.engine = Engine(
+            self.settings,
+            self.documents.read,
+            store=store,
+            generation=generation,
+            rank=rank,
+            world=world,
+            device=self.device,
+        )
+
+    @ray.method(concurrency_group="train")
+    def step(self, work: RankStep) -> StepReport:
+        """Runs this rank's part of one step."""
+        if self.engine is None:
+            raise StaleGeneration(f"step {work.step} before this actor joined a generation")
+        return self.engine.run_step(work)

@@ -1,0 +1,148 @@
+"""Everything that can be checked before a GPU is asked for: the model, the data, the first costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from flexray import estimate
+from flexray.actors.engine import EngineSettings
+from flexray.actors.model import ModelRefused, check_model, model_config
+from flexray.actors.pool import cluster_of
+from flexray.actors.worker import DataSource, Place
+from flexray.config import Config
+from flexray.datasets.builtin import builtin_corpus
+from flexray.datasets.documents import Documents
+from flexray.errors import UserError
+from flexray.presets import load_preset
+from flexray.solver.cluster import Cluster
+from flexray.solver.cost import CostModel
+from flexray.solver.degrees import legal_degrees
+from flexray.solver.plan import PlanningError
+from flexray.solver.planner import plan_step
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, checked."""
+
+    config: Config
+    model: PretrainedConfig
+    parameters: int
+    data: DataSource
+    documents: Documents
+
+    @cached_property
+    def settings(self) -> EngineSettings:
+        """What every actor is told."""
+        model, train = self.config.model, self.config.train
+        return EngineSettings(
+            model=self.model,
+            weights=model.path,
+            dtype=train.dtype,
+            seed=train.seed,
+            attention=model.attention,
+            activation_checkpointing=model.activation_checkpointing,
+            loss_chunk=model.loss_chunk,
+            learning_rate=train.learning_rate,
+            warmup_steps=train.warmup_steps,
+            betas=train.betas,
+            weight_decay=train.weight_decay,
+            clip_norm=train.clip_norm,
+        )
+
+    def degrees(self, gpus: int) -> tuple[int, ...]:
+        """Legal degrees on `gpus` GPUs that the config allows. Raises PlanningError for none."""
+        legal = legal_degrees(self.model.num_attention_heads, self._kv_heads, gpus)
+        allowed = self.config.planner.degrees
+        if allowed is None:
+            return legal
+        chosen = tuple(d for d in legal if d in allowed)
+        if not chosen:
+            raise PlanningError(
+                f"planner.degrees={list(allowed)}: none of them is legal; "
+                f"this model on {gpus} GPUs has {list(legal)}"
+            )
+        return chosen
+
+    def cost(self, places: tuple[Place, ...]) -> CostModel:
+        """The cost model that the run starts with: a preset's, or estimated from shapes."""
+        planner = self.config.planner
+        if planner.preset == "auto":
+            communicators = planner.communicators_per_rank
+            cost = estimate.estimate_cost(self._shape, _slowest(places), len(places), communicators)
+        else:
+            cost = load_preset(planner.preset).cost
+        return cost if planner.capacity is None else cost.with_capacity(planner.capacity)
+
+    def check_longest(self, cost: CostModel, places: tuple[Place, ...]) -> None:
+        """Raises PlanningError unless the longest row fits the smallest cluster of the run.
+
+        What is trained on never depends on membership, so that is decided now.
+        """
+        fewest = self.config.cluster.min_gpus or len(places)
+        longest = int(self.documents.lengths.max())
+        try:
+            plan_step(
+                [longest],
+                cost,
+                Cluster.uniform(fewest, cluster_of(places).largest_node),
+                self.degrees(fewest),
+            )
+        except PlanningError as error:
+            raise PlanningError(
+                f"the longest sequence ({longest} tokens) does not fit {fewest} GPUs, the fewest "
+                f"that this run may have: {error}; or lower data.max_length"
+            ) from None
+
+    @property
+    def _kv_heads(self) -> int:
+        return getattr(self.model, "num_key_value_heads", None) or self.model.num_attention_heads
+
+    @property
+    def _shape(self) -> estimate.Shape:
+        model, heads = self.model, self.model.num_attention_heads
+        return estimate.Shape(
+            parameters=self.parameters,
+            layers=model.num_hidden_layers,
+            hidden=model.hidden_size,
+            intermediate=getattr(model, "intermediate_size", None) or 4 * model.hidden_size,
+            heads=heads,
+            kv_heads=self._kv_heads,
+            head_size=getattr(model, "head_dim", None) or model.hidden_size // heads,
+            value_bytes=self.settings.compute_dtype.itemsize,
+            # Master, gradient and two moments.
+            state_bytes=4 * self.settings.master_dtype.itemsize,
+            activation_checkpointing=self.config.model.activation_checkpointing,
+        )
+
+
+def prepare(config: Config) -> Job:
+    """Opens the data and checks the model. Raises UserError, CorpusError or PlanningError."""
+    try:
+        hf_config = model_config(config.model.config, config.model.path)
+        parameters = sum(p.numel() for p in check_model(hf_config).parameters())
+    except ModelRefused as error:
+        raise UserError(str(error)) from None
+    corpus = config.data.corpus
+    path = builtin_corpus() if corpus == "builtin" else Path(corpus).expanduser()
+    data = DataSource(path.absolute(), config.data.max_length, config.data.over_length)
+    documents = data.open()
+    if documents.corpus.vocab_size > hf_config.vocab_size:
+        raise UserError(
+            f"{path}: token ids go up to {documents.corpus.vocab_size - 1} and the model's vocabulary "
+            f"has {hf_config.vocab_size}: set model.config.vocab_size or annotate with its tokenizer"
+        )
+    return Job(config, hf_config, parameters, data, documents)
+
+
+def _slowest(places: tuple[Place, ...]) -> estimate.Device:
+    """The device that the estimate is for: the one with the least memory."""
+    place = min(places, key=lambda p: p.memory_mb)
+    if place.device_name:
+        return estimate.gpu(place.device_name, place.memory_mb)
+    neighbours = sum(p.node == place.node for p in places)
+    return estimate.cpu(place.cores, neighbours, place.memory_mb)

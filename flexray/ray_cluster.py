@@ -1,0 +1,66 @@
+"""The Ray cluster of a run: an existing one, or one of its own on this machine that ends with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import ray
+import torch
+
+from flexray.config import ClusterSection
+from flexray.errors import UserError
+
+CPU_RANKS = 4
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the run takes."""
+
+    device: str  # "cpu" or "cuda"
+    gpus: int  # ranks, on CPUs too
+
+
+@contextmanager
+def connected(section: ClusterSection) -> Iterator[Resources]:
+    """Connects to Ray for the length of a run.
+
+    Without an address (and without RAY_ADDRESS) a local Ray starts here and ends with the block.
+    Raises UserError when the address does not answer or the cluster has no such device.
+    """
+    # Otherwise Ray prints a tip about a later default for every task without a GPU.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    address = section.address or os.environ.get("RAY_ADDRESS")
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    try:
+        if address:
+            ray.init(address=address, **quiet)
+        else:
+            gpus = torch.cuda.device_count()
+            ranks = section.gpus or (CPU_RANKS if section.device == "cpu" or not gpus else gpus)
+            # Ranks may share cores; the planner's tasks and the driver take none.
+            cpus = max(ranks, os.cpu_count() or 1)
+            ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
+    except ConnectionError as error:
+        raise UserError(f"no Ray cluster answers at {address}: {error}") from None
+    # Ray puts its own in place, which ends the process without a clean-up.
+    signal.signal(signal.SIGTERM, on_sigterm)
+    try:
+        yield _resources(section)
+    finally:
+        ray.shutdown()
+
+
+def _resources(section: ClusterSection) -> Resources:
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    if section.device == "cuda" and not gpus:
+        raise UserError("cluster.device=cuda, but the Ray cluster has no GPU: use cpu or auto")
+    if section.device == "cpu" or not gpus:
+        return Resources("cpu", section.gpus or CPU_RANKS)
+    return Resources("cuda", section.gpus or gpus)

@@ -1,0 +1,80 @@
+"""What is written down of a step, from its plan and the ranks' reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flexray.actors.work import StepReport
+from flexray.events import StepEvent
+from flexray.prefetch import PlannedBatch
+from flexray.solver.calibration import Span, StepSpan
+
+
+def step_event(planned: PlannedBatch, reports: Sequence[StepReport], generation: int) -> StepEvent:
+    """The event of a step; without reports (no label token in the batch) nothing was done.
+
+    The plan wait is what the ranks lost: the driver's wait for the plan, as far as the ranks idled
+    before this step (the next step is queued while the present one runs). Before the first step
+    it is the whole wait.
+    """
+    batch, plan = planned.batch, planned.plan
+    idle_s = max((report.idle_ms for report in reports), default=0.0) / 1e3
+    return StepEvent(
+        step=batch.step,
+        loss=reports[0].loss if reports else 0.0,
+        tokens=sum(batch.lengths),
+        label_tokens=batch.label_tokens,
+        rows=batch.rows,
+        step_s=max((report.step_ms for report in reports), default=0.0) / 1e3,
+        planned_s=plan.planned_ms / 1e3,
+        plan_wait_s=planned.waited_s if batch.step == 1 else min(planned.waited_s, idle_s),
+        solve_s=plan.solve_s,
+        lower_bound_s=plan.lower_bound_ms / 1e3,
+        groups=plan.degrees,
+        generation=generation,
+    )
+
+
+def step_metrics(planned: PlannedBatch, reports: Sequence[StepReport]) -> dict[str, float]:
+    """What else is tracked of a step."""
+    metrics = {"plan/speedup": planned.speedup, "plan/gap": planned.plan.gap}
+    if reports:
+        total = sum(report.step_ms for report in reports)
+        waited = sum(m.wait_ms for report in reports for m in report.micro_steps)
+        exchanged = sum(m.all_to_all_ms for report in reports for m in report.micro_steps)
+        metrics |= {
+            "train/gradient_norm": reports[0].gradient_norm,
+            "time/wait_share": waited / total,
+            "time/all_to_all_share": exchanged / total,
+            "time/idle_s": max(report.idle_ms for report in reports) / 1e3,
+            "memory/peak_mb": max(report.peak_memory_mb for report in reports),
+            "plan/new_communicators": max(report.new_communicators for report in reports),
+        }
+    return metrics
+
+
+def spans(reports: Sequence[StepReport]) -> list[Span | StepSpan]:
+    """What the cost model learns from a step's reports.
+
+    The first step (first calls of everything) teaches nothing, and a step that made communicators
+    nothing about the fixed cost of a micro-step.
+    """
+    if not reports or reports[0].step == 1:
+        return []
+    learned: list[Span | StepSpan] = [
+        Span(m.degree, m.tokens, m.squares, m.sequences, m.own_work_ms, m.all_to_all_ms)
+        for report in reports
+        for m in report.micro_steps
+    ]
+    if not any(report.new_communicators for report in reports):
+        by_micro_step = zip(*(report.micro_steps for report in reports), strict=True)
+        learned.append(
+            StepSpan(
+                work_ms=sum(
+                    max(m.own_work_ms + m.all_to_all_ms for m in ms) for ms in by_micro_step
+                ),
+                micro_steps=len(reports[0].micro_steps),
+                measured_ms=max(report.step_ms for report in reports),
+            )
+        )
+    return learned
