@@ -16,7 +16,7 @@ from flexray import __version__
 
 # Name -> what `flexray --help` says of it: the first line of the function's docstring.
 COMMANDS = {
-    "train": "Train a model, with a new plan for every step.",
+    "train": "Train a language model, with a new plan for every step.",
     "plan": "Plan one training step: which groups of GPUs form and which rows each gets.",
     "annotate": "Make a corpus: tokenise documents and record the length of each.",
     "doctor": "Show what this machine has and what a run on it would use.",

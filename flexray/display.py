@@ -1,7 +1,7 @@
 """What `flexray train` shows: live progress on a terminal, a line a step anywhere else.
 
 Usage:
-    with Display(steps=30) as display:
+    with Display() as display:
         display.message("4 ranks on cpu")
         display.step(view)
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import (
     BarColumn,
@@ -24,6 +24,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
@@ -74,9 +75,9 @@ class StepView:
 
 
 class Display:
-    """Shows a run of `steps` steps on stdout, or on a console that is given."""
+    """Shows a run on stdout, or on a console that is given."""
 
-    def __init__(self, steps: int, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._recent: deque[StepView] = deque(maxlen=_ROWS)
@@ -90,7 +91,8 @@ class Display:
             console=self._console,
             expand=True,
         )
-        self._task = self._progress.add_task("", total=steps)
+        self._starting = Spinner("dots", "starting")
+        self._task = self._progress.add_task("", total=None)
         self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
 
     def __enter__(self) -> Self:
@@ -113,13 +115,13 @@ class Display:
     def step(self, view: StepView) -> None:
         """Show a step that is done."""
         self._recent.append(view)
-        self._progress.update(self._task, completed=view.step)
+        self._progress.update(self._task, completed=view.step, total=view.steps)
         if not self._is_live:
             self.message(_line(view))
 
-    def _render(self) -> Group:
+    def _render(self) -> RenderableType:
         if not self._recent:
-            return Group(self._progress)
+            return self._starting
         return Group(_table(self._recent), self._progress)
 
 

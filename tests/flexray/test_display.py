@@ -31,7 +31,7 @@ LONG = " | ".join(["32 8 8 4 4 2 2 1x4"] * 3)
 def shown(width, *views, message=None, **options):
     out = io.StringIO()
     console = Console(file=out, width=width, height=40, highlight=False, **options)
-    with Display(30, console) as display:
+    with Display(console) as display:
         if message:
             display.message(message)
         for view in views:
@@ -78,10 +78,16 @@ def test_a_terminal_shows_the_last_steps_each_on_one_line(width):
     assert any("25/30" in line for line in frame)
 
 
+def test_a_terminal_says_that_the_run_is_starting():
+    out = shown(80, message="4 ranks", force_terminal=True, color_system=None)
+    assert "4 ranks" in out
+    assert "starting" in out
+
+
 def test_a_dumb_terminal_gets_lines():
     program = (
         "from flexray.display import Display, StepView\n"
-        f"with Display(30) as display: display.step({VIEW!r})\n"
+        f"with Display() as display: display.step({VIEW!r})\n"
     )
     leader, follower = os.openpty()
     try:
