@@ -1,1 +1,1 @@
-"""What runs on a GPU: attention, gangs, parameter sharding, the engine; and the Ray actors around them."""
+"""What runs on a GPU: attention, gangs, parameter sharding, the engine, and its Ray actor."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo
@@ -90,18 +91,7 @@ class GangCache:
         store = PrefixStore(f"gang/{name}/{serial}/", self._store)
         rank, size = ranks.index(self._rank), len(ranks)
         group = ProcessGroup(store, rank, size)
-        if self._device.type == "cuda":
-            from torch._C._distributed_c10d import ProcessGroupNCCL
-
-            options = ProcessGroupNCCL.Options()
-            options._timeout = self._timeout
-            backend, kind = (
-                ProcessGroupNCCL(store, rank, size, options),
-                ProcessGroup.BackendType.NCCL,
-            )
-        else:
-            backend = ProcessGroupGloo(store, rank, size, self._timeout)
-            kind = ProcessGroup.BackendType.GLOO
+        kind, backend = self._backend(store, rank, size)
         backend._set_sequence_number_for_group()
         group._set_default_backend(kind)
         group._register_backend(self._device, kind, backend)
@@ -109,6 +99,18 @@ class GangCache:
         warm = torch.zeros(size, device=self._device)
         group.alltoall_base(torch.empty_like(warm), warm, [], []).wait()
         return Gang(ranks, self._rank, group, self._watch)
+
+    def _backend(self, store: Store, rank: int, size: int) -> tuple[Any, Any]:
+        """The kind of the backend, and the backend."""
+        if self._device.type == "cpu":
+            gloo = ProcessGroupGloo(store, rank, size, self._timeout)
+            return ProcessGroup.BackendType.GLOO, gloo
+        # Not in builds of torch without CUDA.
+        from torch._C._distributed_c10d import ProcessGroupNCCL
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        return ProcessGroup.BackendType.NCCL, ProcessGroupNCCL(store, rank, size, options)
 
     def _drop(self, gang: Gang) -> None:
         if self._device.type == "cuda" and gang.group is not None:

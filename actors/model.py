@@ -23,7 +23,7 @@ from flexray.actors.pack import Borders
 from flexray.actors.timing import Stopwatch
 
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
-NEUTRAL = {None, False, 0, 0.0}
+NEUTRAL = (None, False, 0)
 
 
 class ModelRefused(ValueError):
@@ -55,7 +55,7 @@ def model_config(
 
 
 def check_config(config: PretrainedConfig) -> None:
-    """Raises ModelRefused for settings that make results depend on the plan, or would be ignored."""
+    """Raises ModelRefused for settings that depend on the plan or would be ignored."""
     for name, value, why in _refused_settings(config):
         raise ModelRefused(f"model {config.model_type}: {name}={value!r} is not supported: {why}")
 
@@ -181,7 +181,7 @@ def check_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def body_and_head(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
-    """The decoder stack (token ids to hidden states) and the output head (hidden states to logits)."""
+    """The decoder stack (ids to hidden states) and the output head (hidden states to logits)."""
     body, head = model.base_model, model.get_output_embeddings()
     if body is model or head is None or not hasattr(body, "layers"):
         raise ModelRefused(

@@ -22,7 +22,7 @@ Tokens = tuple[np.ndarray, np.ndarray | None]
 
 
 class Borders:
-    """Where the sequences of a pack begin and end (cu_seqlens), the same on every rank of the gang."""
+    """Where the sequences of a pack begin and end (cu_seqlens): the same on all its ranks."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         """`lengths`: tokens per sequence, each above 0.
@@ -69,7 +69,7 @@ class Shard:
 
 
 EMPTY_PACK: tuple[Tokens, ...] = ((np.zeros(1, np.int64), None),)
-"""What a rank without sequences runs: one token without a label, so that it joins every collective."""
+"""What a rank without sequences runs, to join every collective: one token without a label."""
 
 
 def make_shard(

@@ -72,7 +72,8 @@ def fill(
         parameter = parameters.pop(name)
         if parameter.shape != value.shape:
             raise ModelRefused(
-                f"weights: {name} has shape {tuple(value.shape)}, the model {tuple(parameter.shape)}"
+                f"weights: {name} has shape {tuple(value.shape)}, "
+                f"in the model {tuple(parameter.shape)}"
             )
         with torch.no_grad():
             own_rows(parameter).copy_(value[rows_of(parameter)])

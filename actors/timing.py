@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-Mark = float | torch.cuda.Event
+Mark = Any  # seconds as a float, or a torch.cuda.Event
 
 
 class Stopwatch:

@@ -10,7 +10,7 @@ from flexray.solver.plan import Plan
 
 @dataclass(frozen=True)
 class RankMicroStep:
-    """One rank's part of a micro-step: its group, and the rows of the pack that the group shares."""
+    """One rank's part of a micro-step: its group, and the rows that the group shares."""
 
     ranks: tuple[int, ...]
     rows: tuple[int, ...]  # row ids of the corpus; none for a rank that idles
@@ -29,7 +29,7 @@ class RankStep:
 
 @dataclass(frozen=True)
 class MicroReport:
-    """What one rank measured in one micro-step. Tokens and squares are of the group's whole pack."""
+    """What one rank measured in one micro-step. Counts are of the group's whole pack."""
 
     degree: int
     tokens: int
@@ -68,7 +68,7 @@ def slices(
     label_tokens: int,
     changes: tuple[Change, ...],
 ) -> list[RankStep]:
-    """The part of each rank of `world`, in rank order; `row_ids[i]` is row i of the plan's batch."""
+    """Each rank's part, in rank order; `row_ids[i]` is row i of the plan's batch."""
     parts: list[list[RankMicroStep]] = [[] for _ in range(world)]
     for micro_step in plan.micro_steps:
         busy = {

@@ -17,7 +17,7 @@ from flexray.actors.pool import Pool, PoolError, cluster_of
 from flexray.actors.work import StepReport, slices
 from flexray.datasets.sampler import Sampler
 from flexray.display import Display, StepView
-from flexray.events import EventLog, GenerationEvent, PlanLog, StepEvent
+from flexray.events import EventLog, GenerationEvent, PlanLog
 from flexray.prefetch import PlannedBatch, PlanRequest, Prefetch
 from flexray.preparation import Job
 from flexray.ray_cluster import connected

@@ -55,7 +55,7 @@ class PlannedBatch:
         return self.best_single_ms / planned_ms if planned_ms > 0 else 1.0
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
 def plan_remotely(lengths: tuple[int, ...], request: PlanRequest) -> tuple[Plan, float]:
     """Plans one batch; also the planned time at the best single degree."""
     cost, cluster, degrees = request.cost, request.cluster, request.degrees

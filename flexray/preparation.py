@@ -1,4 +1,4 @@
-"""Everything that can be checked before a GPU is asked for: the model, the data, the first costs."""
+"""What can be checked before a GPU is asked for: the model, the data, the first costs."""
 
 from __future__ import annotations
 
@@ -100,7 +100,8 @@ class Job:
 
     @property
     def _kv_heads(self) -> int:
-        return getattr(self.model, "num_key_value_heads", None) or self.model.num_attention_heads
+        heads = self.model.num_attention_heads
+        return int(getattr(self.model, "num_key_value_heads", None) or heads)
 
     @property
     def _shape(self) -> estimate.Shape:
@@ -133,8 +134,9 @@ def prepare(config: Config) -> Job:
     documents = data.open()
     if documents.corpus.vocab_size > hf_config.vocab_size:
         raise UserError(
-            f"{path}: token ids go up to {documents.corpus.vocab_size - 1} and the model's vocabulary "
-            f"has {hf_config.vocab_size}: set model.config.vocab_size or annotate with its tokenizer"
+            f"{path}: token ids go up to {documents.corpus.vocab_size - 1} and the model's "
+            f"vocabulary has {hf_config.vocab_size}: set model.config.vocab_size, or annotate with "
+            "the model's tokenizer"
         )
     return Job(config, hf_config, parameters, data, documents)
 

@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: an existing one, or one of its own on this machine that ends with it."""
+"""The Ray cluster of a run: an existing one, or a local one of its own that ends with it."""
 
 from __future__ import annotations
 

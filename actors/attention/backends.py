@@ -1,7 +1,7 @@
-"""Causal attention over a pack of sequences: flash-attn, torch's varlen_attn, or SDPA per sequence.
+"""Causal attention over a pack: flash-attn, torch's varlen_attn, or SDPA sequence by sequence.
 
-Every kernel takes q_THD, k_TKD, v_TKD (T tokens of the whole pack, H query heads, K key/value heads,
-D head size) and the pack's borders, and never attends across a border.
+Every kernel takes q_THD, k_TKD, v_TKD (T tokens of the whole pack, H query heads, K key/value
+heads, D head size) and the pack's borders, and never attends across a border.
 """
 
 from __future__ import annotations
@@ -22,17 +22,13 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Borders, float], to
 def sdpa(
     q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, borders: Borders, scale: float
 ) -> torch.Tensor:
-    """One call of scaled_dot_product_attention a sequence: any device, any dtype, exact in float64."""
+    """One scaled_dot_product_attention a sequence: any device, any dtype, exact in float64."""
     gqa = q_THD.shape[1] != k_TKD.shape[1]
-    outputs = [
-        F.scaled_dot_product_attention(
-            *(x[start:stop].transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD)),
-            is_causal=True,
-            scale=scale,
-            enable_gqa=gqa,
-        )[0].transpose(0, 1)
-        for start, stop in borders.spans
-    ]
+    outputs = []
+    for start, stop in borders.spans:
+        q, k, v = (x[start:stop].transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+        outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
 
 

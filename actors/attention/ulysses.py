@@ -41,12 +41,12 @@ class AllToAll(torch.autograd.Function):
     """Equal-split all-to-all over dim 0 ([P, ...] to [P, ...]); its own adjoint."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, gang: Gang) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, gang: Gang) -> torch.Tensor:  # noqa: D102
         ctx.gang = gang
         return gang.all_to_all(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: D102
         return ctx.gang.all_to_all(grads[0]), None
 
 
@@ -111,7 +111,10 @@ def flexray_attention(
     dropout: float = 0.0,
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention as Hugging Face models call it. Raises AttentionRefused for what it would ignore."""
+    """Attention as Hugging Face models call it.
+
+    Raises AttentionRefused for what it would ignore.
+    """
     refused = [k for k, v in keywords.items() if v is not None and k not in HARMLESS]
     if keywords.get("is_causal", True) and "is_causal" in refused:
         refused.remove("is_causal")
@@ -127,8 +130,8 @@ def flexray_attention(
         refused.append(f"a batch of {query.shape[0]} (sequences are packed)")
     if refused or sp is None:
         raise AttentionRefused(
-            f"{type(module).__name__} asks for {', '.join(refused)}, which FlexRay's attention would "
-            "ignore: only plain full causal attention can be trained"
+            f"{type(module).__name__} asks for {', '.join(refused)}, which FlexRay's attention "
+            "would ignore: only plain full causal attention can be trained"
         )
     q_SHD, k_SKD, v_SKD = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

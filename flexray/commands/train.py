@@ -31,10 +31,10 @@ def train(
 ) -> None:
     """Train a language model, with a new plan for every step.
 
-    With nothing given it starts a local Ray, makes 4 CPU ranks (or one rank a GPU), trains a small
-    Llama with random weights on a built-in corpus for 30 steps and shows the loss, the plan of every
-    step (4 | 2 1 1: one group of four ranks, then one of two beside two single ranks), planned
-    against measured time, and what the plan gains over the best single group size.
+    With nothing given it starts a local Ray, makes 4 CPU ranks (or one rank a GPU), trains a
+    small Llama with random weights on a built-in corpus for 30 steps and shows the loss, the plan
+    of every step (4 | 2 1 1: one group of four ranks, then one of two beside two single ranks),
+    planned against measured time, and what the plan gains over the best single group size.
 
     Everything about a run is kept in runs/NAME: the resolved config, every plan, events.jsonl
     (one line a step) and the Weights & Biases run (offline unless you are logged in).
