@@ -6,9 +6,11 @@ import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from flexray.solver.cost import Option
 from flexray.solver.plan import Group, MicroStep, Plan
-from flexray.solver.problem import Problem
+from flexray.solver.problem import Ints, Problem
 
 
 class Draft(NamedTuple):
@@ -18,7 +20,7 @@ class Draft(NamedTuple):
     """
 
     option: int
-    members: Sequence[int]
+    members: Sequence[int] | Ints
     ranks: tuple[int, ...] | None = None
 
 
@@ -64,14 +66,15 @@ def _places(
 
 
 def _group(problem: Problem, draft: Draft, ranks: tuple[int, ...]) -> Group:
-    pairs = sorted((int(problem.rows[k]), int(problem.lengths[k])) for k in draft.members)
-    lengths = tuple(length for _, length in pairs)
+    members = np.array(draft.members, np.int64)
+    members = members[np.argsort(problem.rows[members])]
+    lengths = tuple(problem.lengths[members].tolist())
     option = problem.options[draft.option]
     speed = min(problem.cluster.speed[r] for r in ranks)
     return Group(
         option.degree,
         ranks,
-        tuple(row for row, _ in pairs),
+        tuple(problem.rows[members].tolist()),
         lengths,
         group_ms(option, lengths) / speed,
     )

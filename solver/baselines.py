@@ -36,7 +36,7 @@ def static(
     most = max(longest or 0, *problem.lengths[:1].tolist(), 0)
     for j, option in enumerate(problem.options):
         if option.capacity >= most:
-            return one_degree(problem, j, "static")
+            return _assembled(problem, packs(problem, j)[1], "static")
     raise PlanningError(f"no group holds {most} tokens: allow a larger degree")
 
 
@@ -50,23 +50,30 @@ def batch_adaptive(
 def best_single_degree(problem: Problem) -> Plan:
     """`batch_adaptive` of a problem; always there, whatever the cluster looks like."""
     longest = problem.lengths[0] if len(problem.lengths) else 0
-    fitting = [j for j, o in enumerate(problem.options) if o.capacity >= longest]
-    return min(
-        (one_degree(problem, j, "batch_adaptive") for j in fitting), key=lambda p: p.planned_ms
-    )
+    packed = [packs(problem, j) for j, o in enumerate(problem.options) if o.capacity >= longest]
+    _, steps = min(packed, key=lambda p: p[0])
+    return _assembled(problem, steps, "batch_adaptive")
 
 
-def one_degree(problem: Problem, option: int, method: str) -> Plan:
-    """Best-fit packs of one option, side by side in order of time."""
+def packs(problem: Problem, option: int) -> tuple[float, list[list[Draft]]]:
+    """Best-fit packs of one option, side by side in order of time; and ms on ranks of speed 1."""
     bin_of = np.zeros(len(problem.lengths), np.int64)
     bins = kernels.best_fit(problem.lengths, problem.options[option].capacity, bin_of)
+    if not bins:
+        return 0.0, []
     members = np.split(np.argsort(bin_of, kind="stable"), np.cumsum(np.bincount(bin_of))[:-1])
-    time = np.bincount(bin_of, problem.time[:, option]) if bins else np.zeros(0)
-    packs = [Draft(option, members[b].tolist()) for b in np.argsort(-time, kind="stable")]
+    time = np.bincount(bin_of, problem.time[:, option]) + problem.fixed[option]
+    order = np.argsort(-time, kind="stable")
     width = groups_at_once(problem.cluster, problem.options[option].degree)
-    steps = [packs[i : i + width] for i in range(0, len(packs), width)]
+    ms = float(time[order][::width].sum()) + -(-bins // width) * problem.micro_step_ms
+    return ms, [
+        [Draft(option, members[b]) for b in order[i : i + width]] for i in range(0, bins, width)
+    ]
+
+
+def _assembled(problem: Problem, steps: list[list[Draft]], method: str) -> Plan:
     plan = assemble(problem, steps, cheap_bound(problem), method)
-    assert plan is not None  # `width` groups of one degree always have room
+    assert plan is not None  # groups_at_once of one degree always have room
     return plan
 
 

@@ -59,23 +59,29 @@ def place(degrees, free, node_of, nodes, largest, order, owner):
 def best_fit(sizes, capacity, bin_of):
     """Puts each of `sizes`, (K,), into the fullest bin that holds it; returns the number of bins.
 
-    `bin_of`: out, (K,).
+    Tens of thousands of sizes are dealt into hands of ten thousand that are packed one by one: the
+    work stays linear. `bin_of`: out, (K,).
     """
-    free = np.empty(len(sizes), np.int64)  # ascending
-    bins = np.empty(len(sizes), np.int64)
-    n = 0
-    for k in range(len(sizes)):
-        i = np.searchsorted(free[:n], sizes[k])
-        if i == n:
-            free[n], bins[n] = capacity, n
-            n += 1
-        left, b = free[i] - sizes[k], bins[i]
-        while i > 0 and free[i - 1] > left:
-            free[i], bins[i] = free[i - 1], bins[i - 1]
-            i -= 1
-        free[i], bins[i] = left, b
-        bin_of[k] = b
-    return n
+    K = len(sizes)
+    free = np.empty(K, np.int64)  # of the open bins, ascending
+    bins = np.empty(K, np.int64)
+    made = 0
+    hands = 1 + K // 10_000
+    for hand in range(hands):
+        n = 0
+        for k in range(hand, K, hands):
+            i = np.searchsorted(free[:n], sizes[k])
+            if i == n:
+                free[n], bins[n] = capacity, made
+                n += 1
+                made += 1
+            left, b = free[i] - sizes[k], bins[i]
+            while i > 0 and free[i - 1] > left:
+                free[i], bins[i] = free[i - 1], bins[i - 1]
+                i -= 1
+            free[i], bins[i] = left, b
+            bin_of[k] = b
+    return made
 
 
 @njit(cache=True)

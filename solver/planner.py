@@ -20,7 +20,7 @@ from flexray.solver.cost import CostModel
 from flexray.solver.degrees import powers_of_two
 from flexray.solver.plan import Plan
 from flexray.solver.problem import Problem
-from flexray.solver.search import anneal, drafts, greedy
+from flexray.solver.search import anneal, drafts, greedy, like
 from flexray.solver.verify import verify
 
 
@@ -79,9 +79,12 @@ def _plan(problem: Problem, effort: Effort, cached: Collection[tuple[int, ...]])
     best = best_single_degree(problem)
     if len(problem.lengths) * problem.fewest_micro_steps > effort.evaluations:
         return best
-    found = greedy(problem)
-    found = anneal(problem, found.configuration, effort.evaluations, stop_at=bound * (1 + 1e-9))
-    plan = assemble(problem, drafts(problem, found), bound, "search", cached)
-    if plan is not None and plan.planned_ms <= best.planned_ms:
-        best = plan
+    start = min(
+        greedy(problem), anneal(problem, like(problem, best), 1), key=lambda found: found.ms
+    )
+    found = anneal(problem, start.configuration, effort.evaluations, stop_at=bound * (1 + 1e-9))
+    if found.ms < best.planned_ms:
+        plan = assemble(problem, drafts(problem, found), bound, "search", cached)
+        if plan is not None and plan.planned_ms <= best.planned_ms:
+            best = plan
     return best

@@ -60,8 +60,7 @@ class Problem:
             row = int(np.argmax(given > most))
             over = int((given > most).sum()) - 1
             raise PlanningError(
-                f"row {row} has length {given[row]} and the largest group (degree "
-                f"{max(options, key=lambda o: o.capacity).degree}) holds {most} tokens"
+                f"row {row} has length {given[row]} and the largest group holds {most} tokens"
                 + (f" ({over} more rows are too long)" if over else "")
                 + ": use more GPUs or more memory per GPU, allow a larger degree, or limit the "
                 "length of rows (max_length)"
@@ -141,6 +140,12 @@ class Problem:
             )
         )
         return simple, sizes, node_of, order.astype(np.int64), 1.0 / speed, node
+
+    def has_room(self, counts: Ints) -> bool:
+        """Whether these groups, (J,) of each option, fit into one micro-step."""
+        if self.machine[0]:
+            return bool(counts @ self.degrees <= self.cluster.gpus)
+        return self._place(np.repeat(self.degrees, counts)[::-1].tolist(), {}) is not None
 
     def place(
         self, degrees: Sequence[int], cached: Collection[tuple[int, ...]] = ()

@@ -13,6 +13,7 @@ import numpy as np
 
 from flexray.solver import kernels
 from flexray.solver.assemble import Draft
+from flexray.solver.plan import Plan
 from flexray.solver.problem import Floats, Ints, Problem
 
 
@@ -89,26 +90,46 @@ def greedy(problem: Problem) -> Found:
     return min((anneal(problem, start, 1) for start in _starts(problem)), key=lambda f: f.ms)
 
 
+def like(problem: Problem, plan: Plan) -> Configuration:
+    """The configuration of a plan of this problem."""
+    counts = np.zeros((len(plan.micro_steps), len(problem.options)), np.int64)
+    for m, step in enumerate(plan.micro_steps):
+        for group in step.groups:
+            counts[m, np.searchsorted(problem.degrees, group.degree)] += 1
+    targets = np.array([m.planned_ms - problem.micro_step_ms for m in plan.micro_steps])
+    return Configuration(counts, targets)
+
+
 def _starts(problem: Problem) -> Iterator[Configuration]:
-    J, N = len(problem.options), problem.cluster.gpus
+    J = len(problem.options)
     work = problem.work.min(axis=1).sum() / problem.power
     for M in range(problem.fewest_micro_steps, problem.fewest_micro_steps + 2):
-        for big in np.flatnonzero(np.isfinite(problem.time[0])):
+        for big in np.flatnonzero(np.isfinite(problem.time[0])).tolist():
             longest = problem.time[0, big]
             for small in range(J):
                 if problem.degrees[small] > 8 and problem.degrees[small] > problem.degrees[0]:
                     continue
                 counts = np.zeros((M, J), np.int64)
-                counts[0, big] = 1
-                for m in range(M):
-                    idle = N - int(counts[m] @ problem.degrees)
-                    for j in range(small, -1, -1):
-                        counts[m, j] += idle // problem.degrees[j]
-                        idle -= idle // problem.degrees[j] * int(problem.degrees[j])
+                counts[:] = _filled(problem, [], small)
+                counts[0] = _filled(problem, [big], small)
                 rest = max(0.0, (work * 1.05 - longest) / max(1, M - 1))
                 targets = np.full(M, rest)
                 targets[0] = longest
                 yield Configuration(counts, targets)
+
+
+def _filled(problem: Problem, groups: list[int], small: int) -> Ints:
+    """Counts of a micro-step with `groups` (options) and else the largest up to `small`, (J,)."""
+    counts = np.bincount(np.array(groups, np.int64), minlength=len(problem.options))
+    idle = problem.cluster.gpus - int(counts @ problem.degrees)
+    for j in range(small, -1, -1):
+        more = int(idle // problem.degrees[j])
+        counts[j] += more
+        while more and not problem.has_room(counts):
+            counts[j] -= 1
+            more -= 1
+        idle -= more * int(problem.degrees[j])
+    return counts
 
 
 def drafts(problem: Problem, found: Found) -> list[list[Draft]]:

@@ -18,7 +18,7 @@ from flexray.solver.plan import Group, Plan, PlanningError
 RELATIVE = 1e-9
 
 
-class PlanRejected(PlanningError):  # noqa: N818 - a verdict, named as one
+class PlanRejected(PlanningError):
     """A plan that must not be run, and what is wrong with it."""
 
 
