@@ -9,7 +9,7 @@ from pathlib import Path
 from flexray.datasets.corpus import Corpus
 from flexray.datasets.errors import CorpusError
 from flexray.datasets.readers import Column, read_rows
-from flexray.datasets.sources import find_sources
+from flexray.datasets.sources import Source, find_sources
 from flexray.datasets.staging import staged_folder
 from flexray.datasets.tokenizer import Tokenizer, load_tokenizer
 from flexray.datasets.values import ids_of, texts_of
@@ -58,29 +58,40 @@ def annotate(
         raise CorpusError("give a text column or a tokens column, not both")
     column = Column(text_column, tokens_column)
     out = Path(out)
-    with staged_folder(out, overwrite=overwrite) as folder:
-        sources = find_sources(inputs)
-        coder = load_tokenizer(tokenizer)
-        total, done = sum(source.size for source in sources), 0
-        writer = CorpusWriter(folder, coder.info, coder.vocab_size)
-        texts = _TextBuffer(coder, writer)
-        for source in sources:
-            for rows in read_rows(source, column):
-                if rows.values.null_count:
-                    writer.dropped["null"] += rows.values.null_count
-                if rows.are_tokens:
-                    texts.flush()  # the corpus keeps the order of the input
-                    writer.add(*ids_of(rows, coder.info, coder.vocab_size))
-                else:
-                    texts.add(texts_of(rows))
-                if progress:
-                    progress(Progress(done + rows.position, total, writer.rows, writer.tokens))
-            done += source.size
-        texts.flush()
-        writer.finish()
-        if progress:
-            progress(Progress(total, total, writer.rows, writer.tokens))
+    try:
+        with staged_folder(out, overwrite=overwrite) as folder:
+            _write(folder, find_sources(inputs), column, load_tokenizer(tokenizer), progress)
+    except OSError as error:  # reading turns its own into CorpusError
+        raise CorpusError(f"{out}: cannot be written ({error.strerror or error})") from None
     return Corpus.open(out)
+
+
+def _write(
+    folder: Path,
+    sources: list[Source],
+    column: Column,
+    tokenizer: Tokenizer,
+    progress: Callable[[Progress], None] | None,
+) -> None:
+    writer = CorpusWriter(folder, tokenizer.info, tokenizer.vocab_size)
+    texts = _TextBuffer(tokenizer, writer)
+    total, done = sum(source.size for source in sources), 0
+    for source in sources:
+        for rows in read_rows(source, column):
+            if rows.values.null_count:
+                writer.dropped["null"] += rows.values.null_count
+            if rows.are_tokens:
+                texts.flush()  # the corpus keeps the order of the input
+                writer.add(*ids_of(rows, tokenizer.info, tokenizer.vocab_size))
+            else:
+                texts.add(texts_of(rows))
+            if progress:
+                progress(Progress(done + rows.position, total, writer.rows, writer.tokens))
+        done += source.size
+    texts.flush()
+    writer.finish()
+    if progress:
+        progress(Progress(total, total, writer.rows, writer.tokens))
 
 
 class _TextBuffer:

@@ -17,9 +17,6 @@ from flexray.datasets.sources import Source
 SLICE_ROWS = 4096
 SLICE_BYTES = 1 << 22
 
-TEXT = pa.large_string()
-TOKENS = pa.large_list(pa.int64())
-
 
 @dataclass(frozen=True)
 class Column:
@@ -77,7 +74,7 @@ def _text(source: Source, column: Column) -> Iterator[Rows]:
         raise CorpusError(f"{source.path}: is plain text, so it has no column {name!r}")
     with source.open() as stored:
         text = _decode(source.decompress(stored).read(), str(source.path))
-    yield Rows(pa.array([text], TEXT), False, source.size, lambda _: str(source.path))
+    yield Rows(pa.array([text], pa.large_string()), False, source.size, lambda _: str(source.path))
 
 
 def _jsonl(source: Source, column: Column) -> Iterator[Rows]:
@@ -117,17 +114,25 @@ def _jsonl(source: Source, column: Column) -> Iterator[Rows]:
 def _json_values(
     source: Source, values: list[Any], numbers: tuple[int, ...], are_tokens: bool
 ) -> pa.Array:
-    kind = TOKENS if are_tokens else TEXT
     try:
-        return pa.array(values, kind)
+        # Token ids are typed by what they are: told to be integers, Arrow would cut 1.5 to 1.
+        array = pa.array(values, None if are_tokens else pa.large_string())
+        if not are_tokens or _may_be_ids(array.type):
+            return array
     except (pa.ArrowException, OverflowError, TypeError, ValueError):
-        if len(values) > 1:  # one by one, to find the bad line
-            for value, number in zip(values, numbers, strict=True):
-                _json_values(source, [value], (number,), are_tokens)
-        what = "a list of token ids" if are_tokens else "text in valid Unicode"
-        raise CorpusError(
-            f"{source.path}:{numbers[0]}: {json.dumps(values[0])[:60]} is not {what}"
-        ) from None
+        pass
+    if len(values) > 1:  # one by one, to find the bad line
+        for value, number in zip(values, numbers, strict=True):
+            _json_values(source, [value], (number,), are_tokens)
+    what = "a list of token ids" if are_tokens else "text in valid Unicode"
+    raise CorpusError(f"{source.path}:{numbers[0]}: {json.dumps(values[0])[:60]} is not {what}")
+
+
+def _may_be_ids(kind: pa.DataType) -> bool:
+    if pa.types.is_list(kind):
+        kind = kind.value_type
+        return bool(pa.types.is_integer(kind) or pa.types.is_null(kind))
+    return bool(pa.types.is_null(kind))
 
 
 def _decode(raw: bytes, where: str) -> str:

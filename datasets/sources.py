@@ -85,11 +85,18 @@ def _walk(root: Path) -> list[Path]:
         if "dataset_dict.json" in files:  # the splits of a save_to_disk folder are its subfolders
             continue
         if {"state.json", "dataset_info.json"} <= set(files):
-            state = json.loads((here / "state.json").read_text())
-            found += [here / entry["filename"] for entry in state["_data_files"]]
+            found += _saved_files(here / "state.json")
             continue
         found += [here / n for n in sorted(files) if not n.startswith(".")]
     return found
+
+
+def _saved_files(state: Path) -> list[Path]:
+    try:
+        entries = json.loads(state.read_text())["_data_files"]
+        return [state.parent / entry["filename"] for entry in entries]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorpusError(f"{state}: not as `save_to_disk` writes it ({error!r})") from None
 
 
 def _refuse_unreadable(error: OSError) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 from flexray.datasets.errors import CorpusError
 from flexray.datasets.manifest import MANIFEST_NAME
@@ -36,24 +36,29 @@ def staged_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
         CorpusError: `out` is taken (`check_free`), now or when the block ends.
     """
     check_free(out, overwrite)
-    out = out.absolute()
+    out = out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{out.name}.partial-"
-    for leftover in out.parent.glob(f"{prefix}*"):
+    partial = f".{out.name}.partial-"
+    for leftover in out.parent.glob(f"{partial}*"):
         _remove_if_abandoned(leftover)
-    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=out.parent))
-    folder.chmod(0o755)  # mkdtemp makes it private; a corpus is read by actors of other users
+    # It gets the name that others clean up only once it is locked.
+    folder = out.with_name(f".{out.name}.new-{uuid4().hex}")
+    folder.mkdir()
     try:
         with (folder / LOCK_NAME).open("w") as lock:
             _try_lock(lock.fileno())
+            folder = folder.rename(out.with_name(partial + uuid4().hex))
             yield folder
             (folder / LOCK_NAME).unlink()
             check_free(out, overwrite)
             if overwrite and out.exists():
-                old = Path(tempfile.mkdtemp(prefix=f"{prefix}old-", dir=out.parent))
+                old = out.with_name(partial + uuid4().hex)
+                (
+                    out / LOCK_NAME
+                ).touch()  # held by nobody: if this process dies, the next cleans up
                 out.rename(old)
                 folder.rename(out)
-                shutil.rmtree(old)
+                shutil.rmtree(old, ignore_errors=True)
             else:
                 try:
                     folder.rename(out)

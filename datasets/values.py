@@ -23,14 +23,13 @@ def texts_of(rows: Rows) -> list[str]:
     values = _plain(rows.values)
     if values.null_count == len(values):
         return []
-    if not (_T.is_string(values.type) or _T.is_large_string(values.type) or _is_view(values)):
+    if not _is_text(values.type):
         raise CorpusError(f"{rows.where(0)}: the column holds {rows.values.type}, not text")
     try:
-        texts: list[str] = values.drop_null().to_pylist()
+        return [text for text in values.to_pylist() if text is not None]
     except UnicodeDecodeError:
         row = next(i for i in range(len(values)) if not _decodes(values[i]))
         raise CorpusError(f"{rows.where(row)}: not UTF-8 text; convert it first") from None
-    return texts
 
 
 def ids_of(
@@ -91,8 +90,8 @@ def _is_list(kind: pa.DataType) -> bool:
     )
 
 
-def _is_view(values: pa.Array) -> bool:
-    return bool(_T.is_string_view(values.type))
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(_T.is_string(kind) or _T.is_large_string(kind) or _T.is_string_view(kind))
 
 
 def _decodes(value: pa.Scalar) -> bool:
