@@ -97,14 +97,16 @@ class _Bar:
             TimeRemainingColumn,
         )
 
+        console = Console(stderr=True)
         self._progress = Progress(
             TextColumn("annotating"),
             BarColumn(),
             DownloadColumn(),
             TextColumn("{task.fields[rows]:,} rows  {task.fields[tokens]:,} tokens"),
             TimeRemainingColumn(),
-            console=Console(stderr=True),
+            console=console,
             transient=True,
+            disable=not console.is_terminal,
         )
         self._task = self._progress.add_task("", total=None, rows=0, tokens=0)
 
