@@ -6,9 +6,17 @@ from hypothesis import strategies as st
 
 from flexray import yaml_text
 
-scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+# Texts that one version of YAML or another reads as something else.
+lookalikes = st.sampled_from(
+    [
+        *"1e3 1E-5 .5 5. 012 0x1f 0o7 -.inf .NaN true off ~ null 1_000 12:30 2026-11-30 << =".split(),
+        *["", "- a", "a: b", "# a", " a ", "\n", "\x85a"],
+    ]
+)
+texts = st.text() | lookalikes
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts
 trees = st.recursive(
-    scalars, lambda t: st.lists(t, max_size=4) | st.dictionaries(st.text(), t, max_size=4)
+    scalars, lambda t: st.lists(t, max_size=4) | st.dictionaries(texts, t, max_size=4)
 )
 
 
