@@ -175,7 +175,7 @@ OVERRIDE_ERRORS = [
     ("train.steps=[1", "--set train.steps=[1: the value is not valid YAML"),
     ("train.steps.x=5", "--set train.steps.x=5: train.steps: must be an integer, not a mapping"),
     ("train.steps=a\nb", "--set train.steps=a b: train.steps: must be an integer, not 'a b'"),
-    ("model.config.hidden_size.x=2", "model.config.hidden_size is 128, not a mapping of keys"),
+    ("model.config.hidden_size.x=2", "model.config.hidden_size is 64, not a mapping of keys"),
 ]
 
 
