@@ -86,7 +86,7 @@ class Tracker:
     @property
     def url(self) -> str | None:
         """Where the run is to be seen, if it is online."""
-        return self._run.url if self._run else None
+        return self._run.url if self._run and self.mode == "online" else None
 
     def log_step(self, event: StepEvent, extra: Mapping[str, float] | None = None) -> None:
         """Log one step and what else is measured of it, at x = `event.step`."""

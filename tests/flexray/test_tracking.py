@@ -5,6 +5,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -40,12 +41,25 @@ def step(number, loss=1.0, step_s=2.0):
     )
 
 
-def records(run_dir):
-    """All records of the offline runs under a folder: protobufs in LevelDB's log format."""
+def records(run_dir, runs=1):
+    """All records of the offline runs under a folder, once `runs` of them are ended.
+
+    W&B's own process writes the last ones some time after `finish` has returned.
+    """
+    deadline = time.monotonic() + 20
+    while True:
+        found = list(read_records(run_dir))
+        if sum(record.HasField("exit") for record in found) == runs:
+            return found
+        assert time.monotonic() < deadline, [r.WhichOneof("record_type") for r in found]
+        time.sleep(0.05)
+
+
+def read_records(run_dir):
+    """Protobufs in LevelDB's log format."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     block, header = 32768, 7
-    found = []
     for path in sorted(run_dir.glob("wandb/*run-*/*.wandb")):
         data, at, parts = path.read_bytes(), header, b""
         while at + header <= len(data):
@@ -55,9 +69,8 @@ def records(run_dir):
             parts += data[at + header : at + header + size]
             at += header + size
             if kind in (1, 4):  # a whole record, or the last part of one
-                found.append(Record.FromString(parts))
+                yield Record.FromString(parts)
                 parts = b""
-    return found
 
 
 def history(run_dir):
@@ -122,7 +135,7 @@ def test_a_resumed_run_keeps_its_id(tmp_path):
     config = load_config(None, [])
     for _ in range(2):
         Tracker(config, tmp_path, "r").finish()
-    ids = {r.run.run_id for r in records(tmp_path) if r.HasField("run")}
+    ids = {r.run.run_id for r in records(tmp_path, runs=2) if r.HasField("run")}
     assert ids == {(tmp_path / "wandb_run_id").read_text().strip()}
 
 
