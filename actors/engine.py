@@ -55,7 +55,7 @@ class EngineSettings:
     warmup_steps: int = 0
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
-    clip_norm: float | None = 1.0
+    clip_norm: float = 1.0
     timeout_s: float = 300.0  # of a collective
 
     @property
@@ -174,8 +174,7 @@ class Engine:
         parameters = list(self.model.parameters())
         total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         norm = total.full_tensor() if isinstance(total, DTensor) else total
-        if self.settings.clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.clip_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.clip_norm, norm)
         warmup = min(1.0, step / max(1, self.settings.warmup_steps))
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.learning_rate * warmup

@@ -25,7 +25,11 @@ START_TIMEOUT_S = 300.0
 
 
 class PoolError(RuntimeError):
-    """Actors could not be had, or one is lost: one line for the user."""
+    """An actor did not start or is lost: one line for the user."""
+
+
+class ImpossibleRequest(ValueError):
+    """The cluster can never have what is asked for: one line for the user."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Pool:
     def __init__(self, size: int, device: str, settings: EngineSettings, data: DataSource) -> None:
         """Starts `size` actors on `device` ("cpu" or "cuda"), one GPU or one CPU each.
 
-        Raises PoolError at once when the cluster can never have them.
+        Raises ImpossibleRequest at once when the cluster cannot have them.
         """
         check_resources(size, device)
         environment = {
@@ -141,12 +145,12 @@ class Pool:
 
 
 def check_resources(size: int, device: str) -> None:
-    """Raises PoolError, saying what is needed and what is there, instead of waiting for ever."""
+    """Raises ImpossibleRequest with what is needed and what is there, where Ray would wait."""
     kind = "GPU" if device == "cuda" else "CPU"
     nodes = [node for node in ray.nodes() if node["Alive"]]
     have = [int(node["Resources"].get(kind, 0)) for node in nodes]
     if sum(have) < size:
-        raise PoolError(
+        raise ImpossibleRequest(
             f"cluster.gpus={size} needs {size} {kind}s and the cluster has {sum(have)} "
             f"({', '.join(map(str, have))} on {len(have)} node{'s'[: len(have) != 1]}): "
             f"lower cluster.gpus or add nodes"

@@ -13,10 +13,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from flexray.actors.pool import Pool, PoolError, cluster_of
+from flexray.actors.pool import ImpossibleRequest, Pool, PoolError, cluster_of
 from flexray.actors.work import StepReport, slices
 from flexray.datasets.sampler import Sampler
 from flexray.display import Display, StepView
+from flexray.errors import UserError
 from flexray.events import EventLog, GenerationEvent, PlanLog
 from flexray.prefetch import PlannedBatch, PlanRequest, Prefetch
 from flexray.preparation import Job
@@ -76,6 +77,8 @@ class Driver:
                 self.state = State.RUNNING
                 self._run_steps()
                 self.state = State.FINISHED
+        except ImpossibleRequest as error:
+            raise UserError(str(error)) from None
         except PoolError as error:
             raise RunFailed(str(error)) from None
         finally:

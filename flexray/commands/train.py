@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 from types import FrameType
@@ -65,6 +66,9 @@ def train(
         driver = Driver(job, run, display)
         try:
             driver.train()
+        except ValueError:  # the user's to put right, before the first step: try the name again
+            shutil.rmtree(run.path, ignore_errors=True)
+            raise
         except RunFailed as error:
             display.message(f"Failed after {driver.steps_done} steps: {error}. Run: {run.path}")
             raise typer.Exit(1) from None

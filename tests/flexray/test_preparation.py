@@ -1,0 +1,85 @@
+"""What is refused before a GPU is asked for, and the first cost model."""
+
+from __future__ import annotations
+
+import pytest
+
+from flexray import estimate
+from flexray.actors.worker import Place
+from flexray.config import load_config
+from flexray.errors import UserError
+from flexray.preparation import prepare
+from flexray.solver.plan import PlanningError
+
+
+def job(*overrides):
+    return prepare(load_config(None, list(overrides)))
+
+
+def places(*nodes, memory_mb=4096.0, device_name=""):
+    return tuple(
+        Place(pid, node, 0, device_name, memory_mb, cores=2) for pid, node in enumerate(nodes)
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("model.config.attention_dropout=0.1", "attention_dropout=0.1 is not supported"),
+        ("model.config.model_type=lama", "lama"),
+        ("model.config.vocab_size=100", "set model.config.vocab_size"),
+        ("model.path=/nowhere", "/nowhere"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_one_line(setting, words):
+    with pytest.raises(UserError) as error:
+        job(setting)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_longest_row_must_fit_the_smallest_cluster():
+    few = job("planner.capacity=1024", "cluster.min_gpus=2")
+    cost = few.cost(places(*"aaaa"))
+    with pytest.raises(PlanningError, match=r"longest sequence \(4096 tokens\).*fit 2 GPUs"):
+        few.check_longest(cost, places(*"aaaa"))
+    enough = job("planner.capacity=1024", "cluster.min_gpus=4")
+    enough.check_longest(cost, places(*"aaaa"))
+
+
+def test_degrees_are_legal_ones_that_the_config_allows():
+    assert job().degrees(4) == (1, 2, 4)  # 4 query heads, 2 key/value heads
+    assert job().degrees(3) == (1, 2)
+    assert job("planner.degrees=[2,3]").degrees(4) == (2,)
+    with pytest.raises(PlanningError, match=r"planner.degrees=\[3\].*\[1, 2, 4\]"):
+        job("planner.degrees=[3]").degrees(4)
+
+
+def test_a_preset_replaces_the_estimate():
+    preset = job("planner.preset=gpt-7b-a100-40g").cost(places(*"aaaa"))
+    assert preset.quadratic == 5.128e-6
+    with pytest.raises(UserError, match="gpt-7b-a100-40g"):
+        job("planner.preset=gpt-7b").cost(places(*"aaaa"))
+
+
+def test_the_estimate_counts_operations():
+    shape = estimate.Shape(
+        parameters=10**9,
+        layers=16,
+        hidden=2048,
+        intermediate=8192,
+        heads=32,
+        kv_heads=8,
+        head_size=64,
+        value_bytes=2,
+        state_bytes=16,
+        activation_checkpointing=False,
+    )
+    device = estimate.gpu("NVIDIA H100 80GB HBM3", 80_000)
+    cost = estimate.estimate_cost(shape, device, gpus=8, communicators=4)
+    # 6 operations per parameter and token; 6 s^2 per layer and attended channel when causal.
+    assert cost.linear * device.flops_per_ms == pytest.approx(6e9)
+    assert cost.quadratic * device.flops_per_ms == pytest.approx(6 * 16 * 2048)
+    # q, k, v and the output, in bfloat16, forward and backward, all layers.
+    assert cost.exchange_mb_per_token * 2**20 == 2 * 16 * (2 * 32 + 2 * 8) * 64 * 2
+    assert cost.state_mb * 2**20 == 16e9
+    assert cost.capacity(8) > cost.capacity(4) > 0
