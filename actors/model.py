@@ -8,19 +8,16 @@ configuration's own words, and by a forward pass on the meta device that shows w
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from flexray.actors.attention.ulysses import IMPLEMENTATION, AttentionRefused, SequenceParallel
-from flexray.actors.gang import Gang
-from flexray.actors.pack import Borders
-from flexray.actors.timing import Stopwatch
+from flexray.actors.attention.ulysses import IMPLEMENTATION, AttentionRefused
+from flexray.actors.trial import RANDOM, Recorder, Trial
 
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 NEUTRAL = (None, False, 0)
@@ -48,35 +45,36 @@ def model_config(
             f"model.config needs model_type, the name of a Hugging Face architecture: {error}"
         ) from None
     except (ValueError, OSError, TypeError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise ModelRefused(f"model: {first_line}") from None
+        raise ModelRefused(f"model: {_first_line(error)}") from None
     check_config(hf_config)
     return hf_config
 
 
 def check_config(config: PretrainedConfig) -> None:
-    """Raises ModelRefused for settings that depend on the plan or would be ignored."""
+    """Raises ModelRefused for settings that make results depend on the plan or would be ignored."""
     for name, value, why in _refused_settings(config):
         raise ModelRefused(f"model {config.model_type}: {name}={value!r} is not supported: {why}")
 
 
 def _refused_settings(config: PretrainedConfig) -> list[tuple[str, Any, str]]:
-    """(setting, value, why) of everything in `config` that is refused."""
+    """(setting, value, why and what to do) of everything in `config` that is refused."""
     keys = config.to_dict()
+    keys |= keys.get("text_config") or {}
     refused = [
         (name, value, "dropout draws other numbers under every plan; set it to 0")
         for name, value in keys.items()
-        if ("dropout" in name or name.endswith("pdrop")) and value not in NEUTRAL
+        # Heads for other tasks bring settings of their own.
+        if ("drop" in name and not name.startswith(("classifier_", "summary_"))) and value
     ]
     window = keys.get("sliding_window")
     if window and keys.get("use_sliding_window", True):
         refused.append(("sliding_window", window, "attention is full; set it to null"))
     refused += [
-        ("layer_types", kind, "only full_attention layers are")
+        ("layer_types", kind, "only full_attention layers are; use another model")
         for kind in sorted(set(keys.get("layer_types") or ()) - {"full_attention"})
     ]
     refused += [
-        (name, keys[name], "it would be ignored")
+        (name, keys[name], "it would be ignored; set it to null")
         for name in (
             "attention_chunk_size",
             "attn_logit_softcapping",
@@ -87,17 +85,15 @@ def _refused_settings(config: PretrainedConfig) -> list[tuple[str, Any, str]]:
         if keys.get(name)
     ]
     if keys.get("output_router_logits"):
-        refused.append(
-            (
-                "output_router_logits",
-                True,
-                "the auxiliary loss of a mixture of experts is not summed",
-            )
-        )
+        why = "the auxiliary loss of a mixture of experts is not summed over ranks; set it to false"
+        refused.append(("output_router_logits", True, why))
     if keys.get("is_encoder_decoder"):
-        refused.append(("is_encoder_decoder", True, "only causal language models are"))
+        why = "only causal language models are; use another model"
+        refused.append(("is_encoder_decoder", True, why))
+    if keys.get("is_causal", True) is False:
+        refused.append(("is_causal", False, "attention is causal; set it to true"))
     refused += [
-        ("rope_type", kind, "its positions look at the whole batch")
+        ("rope_type", kind, "its positions look at the whole batch; use default, linear or yarn")
         for kind in _rope_types(keys)
         if kind in BATCH_DEPENDENT_ROPE
     ]
@@ -126,8 +122,15 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMod
                 dtype=dtype,
                 attn_implementation=IMPLEMENTATION,
             )
-        except (ValueError, KeyError) as error:
-            raise ModelRefused(f"model {config.model_type}: {str(error).splitlines()[0]}") from None
+        except Exception as error:  # whatever a model's own code raises
+            if str(error) == repr(IMPLEMENTATION):
+                raise ModelRefused(
+                    f"model {config.model_type}: its attention is written in a way that cannot be "
+                    "replaced; use another model"
+                ) from None
+            raise ModelRefused(
+                f"model {config.model_type}: it cannot be built: {_first_line(error)}"
+            ) from None
     model.config.use_cache = False
     return model
 
@@ -135,49 +138,62 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMod
 def check_model(config: PretrainedConfig) -> PreTrainedModel:
     """Runs the model on the meta device and raises ModelRefused for what its code would ignore.
 
-    Every layer must attend through FlexRay's attention, and the logits must be the head's output
-    and nothing else (no scaling, no soft cap), since the loss is computed from the head in chunks.
-    Returns the model, on the meta device.
+    Every layer must attend through FlexRay's attention and mix tokens nowhere else, positions must
+    be those that it is given, and the logits must be the head's output and nothing else (no
+    scaling, no soft cap), since the loss is computed from the head in chunks. Returns the model, on
+    the meta device.
     """
     check_config(config)
-    model = build_on_meta(config, torch.float32)
-    kind = config.model_type
+    model = build_on_meta(config, torch.bfloat16).train()
+    body, head = body_and_head(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
-            raise ModelRefused(f"model {kind}: {name} has dropout {module.p}: set it to 0")
-    body, head = body_and_head(model)
-    model.train()
-    keywords = {
-        "position_ids": torch.arange(4, device="meta")[None],
-        "attention_mask": None,
-        "use_cache": False,
-        "sp": _CountingContext(),
-    }
-    ids = torch.zeros((1, 4), dtype=torch.long, device="meta")
+            raise ModelRefused(
+                f"model {config.model_type}: {name} has dropout {module.p}: set it to 0"
+            )
     try:
-        with _Recorder() as whole:
-            model(input_ids=ids, **keywords)
-        calls = keywords["sp"].calls
-        with _Recorder() as parts:
-            head(body(input_ids=ids, **keywords)[0])
+        whole, stack = Trial(model), Trial(body)
+        with Recorder() as last:
+            head(stack.out[0])
     except AttentionRefused as error:
-        raise ModelRefused(f"model {kind}: {error}") from None
-    except TypeError as error:
+        raise ModelRefused(f"model {config.model_type}: {error}; use another model") from None
+    except Exception as error:  # whatever a model's own code raises
         raise ModelRefused(
-            f"model {kind}: its forward takes no packed sequences: {error}"
+            f"model {config.model_type}: its forward takes no packed sequences: "
+            f"{_first_line(error)}; use another model"
         ) from None
-    if calls != config.num_hidden_layers:
-        raise ModelRefused(
-            f"model {kind}: {calls} of {config.num_hidden_layers} layers attend through the "
-            "attention interface; the others would ignore the borders between sequences"
-        )
-    if whole.operations != parts.operations:
-        extra = whole.operations[len(parts.operations) :] or ["another head"]
-        raise ModelRefused(
-            f"model {kind}: it computes {extra[0]} after its head (scaled or capped logits), which "
-            "the chunked loss would ignore"
-        )
+    for fault in _faults(config, whole, stack.operations + last.operations):
+        raise ModelRefused(f"model {config.model_type}: {fault}; use another model")
     return model
+
+
+def _faults(config: PretrainedConfig, whole: Trial, parts: list[str]) -> Iterator[str]:
+    """What is wrong with a model that ran: the whole of it, and its body and head as `parts`."""
+    layers, heads = config.num_hidden_layers, getattr(config, "num_attention_heads", None)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if len(whole.heads) != layers:
+        yield (
+            f"{len(whole.heads)} of {layers} layers attend through the attention interface, and "
+            "the others would ignore the borders between sequences"
+        )
+    for found in set(whole.heads) - {(heads, kv_heads)}:
+        yield f"a layer has (query, key/value) heads {found} and the config says {heads, kv_heads}"
+    if operation := whole.ran(RANDOM):
+        yield f"it draws random numbers ({operation}), other ones under every plan"
+    if whole.mixes_tokens:
+        yield f"it mixes tokens outside attention ({whole.mixes_tokens}), across borders and shards"
+    if whole.numbers_tokens or not whole.reads_positions:
+        yield "it numbers tokens itself, and places in a pack are not places in a sequence"
+    if whole.operations != parts:
+        extra = whole.operations[len(parts) :] or ["another head"]
+        yield (
+            f"it computes {extra[0]} after its head (scaled or capped logits), which the chunked "
+            "loss would ignore"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def body_and_head(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
@@ -185,42 +201,7 @@ def body_and_head(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
     body, head = model.base_model, model.get_output_embeddings()
     if body is model or head is None or not hasattr(body, "layers"):
         raise ModelRefused(
-            f"model {model.config.model_type}: no stack of layers with an output head was found"
+            f"model {model.config.model_type}: no stack of layers with an output head was found; "
+            "use another model"
         )
     return body, head
-
-
-class _CountingContext(SequenceParallel):
-    """A context whose kernel only counts how often it is called."""
-
-    def __init__(self) -> None:
-        super().__init__(Gang((0,), 0, None, Stopwatch()), Borders([4]), "sdpa")
-        self.calls = 0
-
-        def count(q: torch.Tensor, *_: Any) -> torch.Tensor:
-            self.calls += 1
-            return torch.empty_like(q)
-
-        self.kernel = count
-
-
-class _Recorder(TorchDispatchMode):
-    """The names of the operations that ran, views apart."""
-
-    VIEWS = (
-        "aten.slice",
-        "aten.view",
-        "aten.alias",
-        "aten.detach",
-        "aten.unsqueeze",
-        "aten._to_copy",
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not str(func).startswith(self.VIEWS):
-            self.operations.append(str(func))
-        return func(*args, **(kwargs or {}))

@@ -75,8 +75,14 @@ EMPTY_PACK: tuple[Tokens, ...] = ((np.zeros(1, np.int64), None),)
 def make_shard(
     sequences: Sequence[Tokens], degree: int, rank: int, device: torch.device | str = "cpu"
 ) -> Shard:
-    """The shard of `rank` (of `degree`) of the pack of `sequences`."""
+    """The shard of `rank` (of `degree`) of the pack of `sequences`.
+
+    Raises ValueError for what `Borders` refuses and for labels of another length than their tokens.
+    """
     lengths = [len(tokens) for tokens, _ in sequences]
+    for tokens, own in sequences:
+        if own is not None and len(own) != len(tokens):
+            raise ValueError(f"a sequence of {len(tokens)} tokens has {len(own)} labels")
     padding = -sum(lengths) % degree
     borders = Borders([*lengths, padding] if padding else lengths)
     size = borders.tokens // degree

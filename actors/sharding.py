@@ -24,6 +24,8 @@ from flexray.actors.loss import LossModel
 from flexray.actors.model import ModelRefused
 from flexray.actors.timing import Stopwatch, own_work
 
+_LEAST = {kind: torch.iinfo(kind).min for kind in (torch.int32, torch.int64)}
+
 
 def shard(
     model: LossModel,
@@ -62,35 +64,70 @@ def fill(
     """Gives the sharded `model` memory on `device` and its values, one whole parameter at a time.
 
     `tensors`: (name in the Hugging Face model, value), every parameter once; tied ones once.
+    Persistent buffers may be among them.
     Raises ModelRefused for missing or unknown names and for shapes that differ.
     """
     model.to_empty(device=device)
+    _rebuild_buffers(model.model)
     parameters = dict(model.model.named_parameters())
+    buffers = dict(model.model.named_buffers())
     for name, value in tensors:
-        if name not in parameters:
+        place = parameters.pop(name, None)
+        if place is None:
+            place = buffers.pop(name, None)
+        if place is None:
             raise ModelRefused(f"weights: the model has no parameter {name}")
-        parameter = parameters.pop(name)
-        if parameter.shape != value.shape:
+        if place.shape != value.shape:
             raise ModelRefused(
-                f"weights: {name} has shape {tuple(value.shape)}, "
-                f"in the model {tuple(parameter.shape)}"
+                f"weights: {name} has shape {tuple(value.shape)}, the model {tuple(place.shape)}"
             )
         with torch.no_grad():
-            own_rows(parameter).copy_(value[rows_of(parameter)])
+            own_rows(place).copy_(value[rows_of(place)] if value.ndim else value)
     if parameters:
         raise ModelRefused(f"weights: parameter {next(iter(parameters))} is missing")
+    for name, buffer in model.model.named_buffers():
+        _check_set(model.model, name, buffer)
+
+
+def _rebuild_buffers(model: PreTrainedModel) -> None:
+    """Buffers (RoPE frequencies, embedding scales) by the model's own initialiser."""
     for module in model.modules():
-        # to_empty wiped the buffers (RoPE frequencies): the model's own initialiser rebuilds them.
-        if list(module.buffers(recurse=False)) and not list(module.parameters(recurse=False)):
-            model.model._init_weights(module)
+        buffers = list(module.buffers(recurse=False))
+        if not buffers:
+            continue
+        for buffer in buffers:
+            _forget(buffer)
+        # Its parameters are not to be touched: the initialiser sees some without memory.
+        twin = copy.copy(module)
+        twin._parameters = {
+            name: p if p is None else nn.Parameter(torch.empty(p.shape, device="meta"))
+            for name, p in module._parameters.items()
+        }
+        model._init_weights(twin)
 
 
-def own_rows(parameter: nn.Parameter) -> torch.Tensor:
+def _forget(tensor: torch.Tensor) -> None:
+    """Fills with a value that no model has, so that what no initialiser sets can be told."""
+    with torch.no_grad():
+        tensor.fill_(torch.nan if tensor.is_floating_point() else _LEAST.get(tensor.dtype, 0))
+
+
+def _check_set(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:
+    """Raises ModelRefused for a tensor that holds what `_forget` put there."""
+    least = _LEAST.get(tensor.dtype)
+    if tensor.isnan().any() or (least is not None and (tensor == least).any()):
+        raise ModelRefused(
+            f"model {model.config.model_type}: neither its initialiser nor weights set {name}; "
+            "give a folder of weights that has it or use another model"
+        )
+
+
+def own_rows(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's rows of a sharded parameter, as a plain tensor that shares its memory."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def rows_of(parameter: nn.Parameter) -> slice:
+def rows_of(parameter: torch.Tensor) -> slice:
     """Which rows (of dim 0) of the whole parameter this rank holds."""
     if not isinstance(parameter, DTensor):
         return slice(None)
@@ -114,13 +151,17 @@ def random_parameters(model: PreTrainedModel, seed: int) -> Iterator[tuple[str, 
         seen.update(id(p) for _, p in own)
         twin = copy.deepcopy(module) if not list(module.children()) else _without_children(module)
         twin.to_empty(device="cpu", recurse=False)
+        for parameter in twin.parameters(recurse=False):
+            _forget(parameter)
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int.from_bytes(digest, "little") >> 1)
             model._init_weights(twin)
         for parameter_name, _ in own:
             full_name = f"{name}.{parameter_name}" if name else parameter_name
-            yield full_name, getattr(twin, parameter_name).detach()
+            value = getattr(twin, parameter_name).detach()
+            _check_set(model, full_name, value)
+            yield full_name, value
 
 
 def saved_parameters(model: PreTrainedModel, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -143,5 +184,5 @@ def saved_parameters(model: PreTrainedModel, folder: Path) -> Iterator[tuple[str
 def _without_children(module: nn.Module) -> nn.Module:
     """A copy of a module that has parameters of its own beside its submodules."""
     twin = copy.copy(module)
-    twin._parameters = dict(module._parameters)
+    twin._parameters, twin._buffers = dict(module._parameters), dict(module._buffers)
     return twin

@@ -115,10 +115,11 @@ def flexray_attention(
 
     Raises AttentionRefused for what it would ignore.
     """
-    refused = [k for k, v in keywords.items() if v is not None and k not in HARMLESS]
-    if keywords.get("is_causal", True) and "is_causal" in refused:
-        refused.remove("is_causal")
-    if not getattr(module, "is_causal", True):
+    harmless = HARMLESS | ({"is_causal"} if keywords.get("is_causal") else set())
+    refused = [
+        k for k, v in keywords.items() if v is not None and v is not False and k not in harmless
+    ]
+    if not getattr(module, "is_causal", True) or keywords.get("is_causal") is False:
         refused.append("is_causal=False")
     if dropout:
         refused.append("attention dropout")
@@ -126,6 +127,8 @@ def flexray_attention(
         refused.append("attention_mask")
     if sp is None:
         refused.append("a call without sequence-parallel context")
+    if not query.shape[2:] == key.shape[2:] == value.shape[2:]:
+        refused.append("keys or values of another shape than the queries")
     if query.shape[0] != 1:
         refused.append(f"a batch of {query.shape[0]} (sequences are packed)")
     if refused or sp is None:
