@@ -18,7 +18,7 @@ from flexray.actors.work import StepReport, slices
 from flexray.datasets.sampler import Sampler
 from flexray.display import Display, StepView
 from flexray.errors import UserError
-from flexray.events import EventLog, GenerationEvent, PlanLog
+from flexray.events import DataEvent, EventLog, GenerationEvent, PlanLog
 from flexray.prefetch import PlannedBatch, PlanRequest, Prefetch
 from flexray.preparation import Job
 from flexray.ray_cluster import connected
@@ -70,6 +70,7 @@ class Driver:
         try:
             with ExitStack() as stack:
                 self._open_logs(stack)
+                self._describe_data()
                 resources = stack.enter_context(connected(self.config.cluster))
                 pool = Pool(resources.gpus, resources.device, self.job.settings, self.job.data)
                 self.pool = stack.enter_context(pool)
@@ -91,11 +92,28 @@ class Driver:
         self.tracker = Tracker(self.config, self.run.path, self.run.name, self.display.message)
         stack.callback(lambda: self.tracker.finish(self._summary()))
 
+    def _describe_data(self) -> None:
+        """Says and writes down what the over-length policy did."""
+        documents = self.job.documents
+        report = documents.report
+        self.events.write(DataEvent(corpus=str(documents.corpus.path), **vars(report)))
+        self.display.message(
+            f"{report.rows:,} sequences of up to {int(documents.lengths.max()):,} tokens"
+            + (f"; {report.split_rows:,} longer ones split" if report.split_rows else "")
+            + (f"; {report.dropped_rows:,} longer ones dropped" if report.dropped_rows else "")
+            + (f"; {report.truncated_rows:,} longer ones cut" if report.truncated_rows else "")
+            + (f"; {report.lost_tokens:,} tokens lost" if report.lost_tokens else "")
+        )
+
     def _initialize(self) -> None:
         """Forms the first generation and has the first plans made meanwhile."""
         began = time.perf_counter()
         job = self.job
         places = self.pool.places()
+        self.display.message(
+            f"{len(places)} ranks on {len(set(p.node for p in places))} node(s), "
+            f"{job.parameters:,} parameters in {self.config.train.dtype}, run {self.run.path}"
+        )
         self.calibrator = Calibrator(job.cost(places))
         job.check_longest(self.calibrator.cost, places)
         self.degrees = job.degrees(len(places))

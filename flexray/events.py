@@ -54,7 +54,26 @@ class GenerationEvent:
     at_step: int
 
 
-Event = StepEvent | GenerationEvent
+@dataclass(frozen=True, kw_only=True)
+class DataEvent:
+    """What of the corpus is trained on: nothing is dropped, cut or split in silence."""
+
+    kind: ClassVar[str] = "data"
+
+    corpus: str
+    over_length: str
+    max_length: int
+    rows: int
+    zero_length_rows: int
+    dropped_rows: int
+    truncated_rows: int
+    split_rows: int
+    pieces: int
+    lost_tokens: int
+    lost_label_tokens: int
+
+
+Event = StepEvent | GenerationEvent | DataEvent
 
 
 class EventLog(JsonLinesWriter):

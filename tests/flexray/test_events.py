@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flexray.errors import UserError
-from flexray.events import Cause, EventLog, GenerationEvent, PlanLog, StepEvent
+from flexray.events import Cause, DataEvent, EventLog, GenerationEvent, PlanLog, StepEvent
 from flexray.json_lines import JsonLinesWriter, read_json_lines
 from flexray.solver.plan import Group, MicroStep, Plan
 
@@ -123,7 +123,7 @@ def documented(section):
     return re.findall(r"^\| `(\w+)` \|", body, re.MULTILINE), body
 
 
-@pytest.mark.parametrize("event", [StepEvent, GenerationEvent])
+@pytest.mark.parametrize("event", [StepEvent, GenerationEvent, DataEvent])
 def test_the_document_names_exactly_the_keys(event):
     keys, _ = documented(f"### kind `{event.kind}`")
     assert keys == [field.name for field in dataclasses.fields(event)]

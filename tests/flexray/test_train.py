@@ -38,9 +38,13 @@ def test_the_run_directory_tells_what_happened(trained):
     assert generation["world"] == len(set(generation["pids"])) == len(generation["nodes"]) == 4
     assert (generation["generation"], generation["cause"], generation["at_step"]) == (1, "start", 1)
 
+    documents = Documents(Corpus.open(builtin_corpus()), 256, "split")
+    (data,) = events(run, "data")
+    assert data["rows"] == documents.rows and data["split_rows"] == documents.report.split_rows > 0
+    assert f"{data['split_rows']:,} longer ones split" in output
+
     steps = events(run, "step")
     assert [event["step"] for event in steps] == list(range(1, STEPS + 1))
-    documents = Documents(Corpus.open(builtin_corpus()), 256, "split")
     for event in steps:
         lengths = documents.lengths[event["rows"]]
         assert event["tokens"] == lengths.sum()
