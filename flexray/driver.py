@@ -111,7 +111,7 @@ class Driver:
         job = self.job
         places = self.pool.places()
         self.display.message(
-            f"{len(places)} ranks on {len(set(p.node for p in places))} node(s), "
+            f"{len(places)} ranks on {len({p.node for p in places})} node(s), "
             f"{job.parameters:,} parameters in {self.config.train.dtype}, run {self.run.path}"
         )
         self.calibrator = Calibrator(job.cost(places))
