@@ -23,6 +23,7 @@ def test_permutation_is_a_bijection(size: int, seed: int, epoch: int) -> None:
 
 
 @given(size=st.integers(1, 2**40), seed=seeds, data=st.data())
+@settings(deadline=None)
 def test_permutation_has_random_access(size: int, seed: int, data: st.DataObject) -> None:
     positions = np.array(data.draw(st.lists(st.integers(0, size - 1), max_size=20)), np.int64)
     order = Permutation(size, seed, 0)
