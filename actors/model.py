@@ -8,19 +8,29 @@ configuration's own words, and by a forward pass on the meta device that shows w
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from flexray.actors.attention.ulysses import IMPLEMENTATION, AttentionRefused
 from flexray.actors.trial import RANDOM, Recorder, Trial
 
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
-NEUTRAL = (None, False, 0)
+# Spellings that transformers still translates.
+OLD_KEYS = {"model_type", "rope_scaling", "rope_theta", "torch_dtype", "transformers_version"}
 
 
 class ModelRefused(ValueError):
@@ -39,15 +49,36 @@ def model_config(
             hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
         else:
             keys = dict(config or {})
-            hf_config = AutoConfig.for_model(keys.pop("model_type"), **keys)
-    except KeyError as error:
-        raise ModelRefused(
-            f"model.config needs model_type, the name of a Hugging Face architecture: {error}"
-        ) from None
-    except (ValueError, OSError, TypeError) as error:
-        raise ModelRefused(f"model: {_first_line(error)}") from None
+            _check_keys(keys)
+            hf_config = AutoConfig.for_model(**keys)
+    except ModelRefused:
+        raise
+    except (StrictDataclassError, ValueError, OSError, TypeError) as error:
+        raise ModelRefused(f"model: {' '.join(str(error).split())}") from None
     check_config(hf_config)
     return hf_config
+
+
+def _check_keys(keys: Mapping[str, Any]) -> None:
+    """Raises ModelRefused for a misspelt key: transformers would keep it and ignore it."""
+    kind = keys.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise ModelRefused(
+            f"model.config.model_type={kind!r} is no Hugging Face architecture"
+            + _did_you_mean(str(kind), CONFIG_MAPPING)
+        )
+    config_class = CONFIG_MAPPING[kind]
+    known = {f.name for f in fields(config_class)} | set(config_class.attribute_map) | OLD_KEYS
+    for key in keys:
+        if key not in known:
+            raise ModelRefused(
+                f"model.config.{key} is no setting of {kind} models" + _did_you_mean(key, known)
+            )
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(known), 1)
+    return f": did you mean {near[0]}?" if near else ""
 
 
 def check_config(config: PretrainedConfig) -> None:

@@ -26,7 +26,10 @@ def places(*nodes, memory_mb=4096.0, device_name=""):
     ("setting", "words"),
     [
         ("model.config.attention_dropout=0.1", "attention_dropout=0.1 is not supported"),
-        ("model.config.model_type=lama", "lama"),
+        ("model.config.model_type=lama", "did you mean llama?"),
+        ("model.config.num_hiden_layers=3", "did you mean num_hidden_layers?"),
+        ("model.config.hidden_size=wide", "'hidden_size' expected int, got str (value: 'wide')"),
+        ("model.config.num_attention_heads=5", "not a multiple of the number of attention heads"),
         ("model.config.vocab_size=100", "set model.config.vocab_size"),
         ("model.path=/nowhere", "/nowhere"),
     ],
