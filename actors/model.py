@@ -91,7 +91,11 @@ def _refused_settings(config: PretrainedConfig) -> list[tuple[str, Any, str]]:
     """(setting, value, why and what to do) of everything in `config` that is refused."""
     keys = config.to_dict()
     keys |= keys.get("text_config") or {}
-    refused = [
+    refused: list[tuple[str, Any, str]] = []
+    if keys.get("is_encoder_decoder"):
+        why = "only causal language models are; use another model"
+        refused.append(("is_encoder_decoder", True, why))
+    refused += [
         (name, value, "dropout draws other numbers under every plan; set it to 0")
         for name, value in keys.items()
         # Heads for other tasks bring settings of their own.
@@ -118,9 +122,6 @@ def _refused_settings(config: PretrainedConfig) -> list[tuple[str, Any, str]]:
     if keys.get("output_router_logits"):
         why = "the auxiliary loss of a mixture of experts is not summed over ranks; set it to false"
         refused.append(("output_router_logits", True, why))
-    if keys.get("is_encoder_decoder"):
-        why = "only causal language models are; use another model"
-        refused.append(("is_encoder_decoder", True, why))
     if keys.get("is_causal", True) is False:
         refused.append(("is_causal", False, "attention is causal; set it to true"))
     refused += [

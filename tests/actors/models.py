@@ -25,17 +25,17 @@ MicroStepOf = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
 def config(kind: str = "llama", *, heads: int = 8, kv: int = 2, **keys) -> PretrainedConfig:
     """Two layers, hidden size 64."""
-    settings = dict(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=112,
-        num_hidden_layers=2,
-        num_attention_heads=heads,
-        num_key_value_heads=kv,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        initializer_range=0.1,
-    )
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 112,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.1,
+    }
     if kind == "qwen3":
         settings["head_dim"] = 8
     return AutoConfig.for_model(kind, **(settings | keys))
