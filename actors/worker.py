@@ -47,6 +47,11 @@ class Place:
     cores: int  # of the node
 
 
+def local_device(kind: str) -> torch.device:
+    """The device of this process: Ray shows each its own GPU only, so that it is always 0."""
+    return torch.device("cuda:0" if kind == "cuda" else "cpu")
+
+
 @ray.remote(max_restarts=0, concurrency_groups={"train": 1, "control": 1})
 class Worker:
     """One rank's process. Its rank and world may change; the process and its data stay."""
@@ -55,8 +60,7 @@ class Worker:
         if device == "cpu":
             torch.set_num_threads(1)
         self.settings = settings
-        # Ray shows each process only its own GPU: the local device is always 0.
-        self.device = torch.device("cuda:0" if device == "cuda" else "cpu")
+        self.device = local_device(device)
         self.documents = data.open()
         self.engine: Engine | None = None
 

@@ -1,0 +1,39 @@
+"""Fixtures that several packages' tests share."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+# Ray's local token file would be wanted by every later `ray start` on the machine.
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+os.environ.setdefault("WANDB_MODE", "offline")
+
+
+@pytest.fixture(scope="module")
+def two_nodes():
+    """A Ray cluster of two simulated nodes with two CPUs and one (simulated) GPU each."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    for _ in range(2):
+        cluster.add_node(num_cpus=2, num_gpus=1)
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def five_texts(tmp_path_factory):
+    """A corpus of five byte-tokenised texts, for `DataSource`."""
+    from flexray.actors.worker import DataSource
+    from flexray.datasets.annotate import annotate
+
+    folder = tmp_path_factory.mktemp("corpus")
+    for i, length in enumerate((300, 40, 7, 90, 13)):
+        (folder / f"{i}.txt").write_bytes(bytes(32 + (i + j * j) % 90 for j in range(length)))
+    annotate([folder], folder / "out", "bytes")
+    return DataSource(folder / "out", 400, "error")
