@@ -1,4 +1,4 @@
-"""Runs a function in a world of real processes that share a store, and returns what each returned."""
+"""Runs a function in a world of real processes that share a store."""
 
 from __future__ import annotations
 
