@@ -135,7 +135,8 @@ def decode(
     """Places every sequence, longest first: (ms of the step or inf, places tried).
 
     A sequence goes where it raises the sum of max(target, largest group time) least, then where it
-    costs the least GPU time, then where it fits tightest. Gives up once the step is over `limit`.
+    costs the least GPU time, then where most room is left: long sequences spread over groups, and
+    groups that are full of tokens end at about the same time. Gives up once over `limit`.
 
     Args:
         time: ms of a sequence in a group of an option, inf where it doesn't fit, (K, J).
@@ -168,7 +169,7 @@ def decode(
     for k in range(K):
         s = lengths[k]
         best, pool = -1, -1
-        best_rise, best_work, best_slack = INF, INF, INF
+        best_rise, best_work, best_slack = INF, INF, -INF
         for p in range(P):
             g0 = at[start[p]]
             j = group_option[g0]
@@ -190,7 +191,7 @@ def decode(
                     hi = mid
             position = -1
             rise, slack = 0.0, 0.0
-            for i in range(lo - 1, start[p] - 1, -1):
+            for i in range(start[p], lo):
                 if tokens[at[i]] + s <= capacity[j]:
                     position = i
                     slack = room - load[at[i]]
@@ -206,7 +207,7 @@ def decode(
             w = work[k, j]
             if rise < best_rise - 1e-9 or (
                 rise < best_rise + 1e-9
-                and (w < best_work - 1e-9 or (w < best_work + 1e-9 and slack < best_slack))
+                and (w < best_work - 1e-9 or (w < best_work + 1e-9 and slack > best_slack))
             ):
                 best, pool = position, p
                 best_rise, best_work, best_slack = rise, w, slack
@@ -362,3 +363,149 @@ def anneal(
                 targets[:] = new_targets
                 assignment[:] = trial
     return best, M, tried
+
+
+@njit(cache=True)
+def _top(load, groups, a, load_a, b, load_b):
+    """Largest load of a micro-step's groups, with those of groups a and b replaced."""
+    top = 0.0
+    for g in groups:
+        x = load_a if g == a else load_b if g == b else load[g]
+        if x > top:
+            top = x
+    return top
+
+
+@njit(cache=True)
+def polish(
+    lengths, time, capacity, fixed, micro_step_ms, machine, degrees, counts,
+    assignment, moves, heat, seed,
+):  # fmt: skip
+    """Improves an assignment to the groups of a configuration; returns ms of the step.
+
+    A move takes a sequence out of the slowest group of some micro-step into another group, which
+    gives shorter ones back: as many tokens of shorter sequences take less time, so that groups full
+    of tokens can still even out. Annealed; `assignment`, (K,), holds the best on return.
+    """
+    M, J = counts.shape
+    K, G = len(lengths), counts.sum()
+    group_option, group_step = np.empty(G, np.int64), np.empty(G, np.int64)
+    group_slow = np.empty(G)
+    layout(counts, M, J, degrees, machine, group_option, group_step, group_slow)
+    by_step = np.argsort(group_step, kind="mergesort")
+    first = np.zeros(M + 1, np.int64)
+    for g in range(G):
+        first[group_step[g] + 1] += 1
+    first = np.cumsum(first)
+
+    load, tokens, count = np.zeros(G), np.zeros(G, np.int64), np.zeros(G, np.int64)
+    head = np.full(G, -1, np.int64)  # doubly linked list of each group's sequences
+    after, before = np.full(K, -1, np.int64), np.full(K, -1, np.int64)
+    for k in range(K - 1, -1, -1):
+        g = assignment[k]
+        if count[g] == 0:
+            load[g] = fixed[group_option[g]] * group_slow[g]
+        load[g] += time[k, group_option[g]] * group_slow[g]
+        tokens[g] += lengths[k]
+        count[g] += 1
+        after[k] = head[g]
+        if head[g] >= 0:
+            before[head[g]] = k
+        head[g] = k
+    top = np.empty(M)
+    value = 0.0
+    for m in range(M):
+        top[m] = _top(load, by_step[first[m] : first[m + 1]], -1, 0.0, -1, 0.0)
+        if top[m] > 0:
+            value += top[m] + micro_step_ms
+
+    state = np.array([seed * 2 + 1], np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    best, best_assignment = value, assignment.copy()
+    returned = np.empty(K, np.int64)
+    for move in range(moves):
+        m = _below(state, M)
+        g = -1
+        for i in range(first[m], first[m + 1]):
+            if count[by_step[i]] and load[by_step[i]] >= top[m] - 1e-9:
+                g = by_step[i]
+        h = _below(state, G)
+        if _random(state) < 0.6:
+            h = by_step[first[m] + _below(state, first[m + 1] - first[m])]
+        if g < 0 or h == g:
+            continue
+        k = head[g]
+        for _ in range(_below(state, count[g])):
+            k = after[k]
+        jg, jh, mh = group_option[g], group_option[h], group_step[h]
+        if time[k, jh] == INF or (count[h] == 0 and top[mh] == 0.0):
+            continue
+        load_g = load[g] - time[k, jg] * group_slow[g]
+        load_h = load[h] + time[k, jh] * group_slow[h]
+        if count[h] == 0:
+            load_h += fixed[jh] * group_slow[h]
+        need = tokens[h] + lengths[k] - capacity[jh]
+        room = lengths[k] + capacity[jg] - tokens[g]
+        n, moved = 0, 0
+        if count[h] > 0 and (need > 0 or _random(state) < 0.8):
+            wish = max(need + lengths[k] // 4, int(lengths[k] * (0.3 + _random(state))))
+            wish = min(wish, room)
+            x = head[h]
+            for _ in range(_below(state, count[h])):
+                x = after[x]
+            for _ in range(count[h]):
+                if lengths[x] < lengths[k] and moved + lengths[x] <= wish and time[x, jg] < INF:
+                    returned[n] = x
+                    n += 1
+                    moved += lengths[x]
+                    load_g += time[x, jg] * group_slow[g]
+                    load_h -= time[x, jh] * group_slow[h]
+                x = after[x]
+                if x < 0:
+                    x = head[h]
+        if moved < need:
+            continue
+        if count[g] == 1 and n == 0:
+            load_g = 0.0
+        mine = by_step[first[m] : first[m + 1]]
+        if m == mh:
+            new_m = _top(load, mine, g, load_g, h, load_h)
+            new_h = new_m
+            change = new_m - top[m]
+        else:
+            new_m = _top(load, mine, g, load_g, -1, 0.0)
+            new_h = _top(load, by_step[first[mh] : first[mh + 1]], h, load_h, -1, 0.0)
+            change = new_m - top[m] + new_h - top[mh]
+        if new_m == 0.0:
+            change -= micro_step_ms
+        cool = 1.0 - move / moves
+        if change > -np.log(_random(state) + 1e-300) * (best * heat * cool * cool):
+            continue
+        value += change
+        top[m] = new_m
+        top[mh] = new_h
+        load[g], load[h] = load_g, load_h
+        tokens[g] += moved - lengths[k]
+        tokens[h] += lengths[k] - moved
+        count[g] += n - 1
+        count[h] += 1 - n
+        returned[n] = k
+        for i in range(n + 1):
+            x = returned[i]
+            source, target = (h, g) if i < n else (g, h)
+            if before[x] >= 0:
+                after[before[x]] = after[x]
+            else:
+                head[source] = after[x]
+            if after[x] >= 0:
+                before[after[x]] = before[x]
+            before[x] = -1
+            after[x] = head[target]
+            if head[target] >= 0:
+                before[head[target]] = x
+            head[target] = x
+            assignment[x] = target
+        if value < best - 1e-9:
+            best = value
+            best_assignment[:] = assignment
+    assignment[:] = best_assignment
+    return best

@@ -18,9 +18,10 @@ from flexray.solver.bound import cheap_bound
 from flexray.solver.cluster import Cluster
 from flexray.solver.cost import CostModel
 from flexray.solver.degrees import powers_of_two
+from flexray.solver.joint import propose
 from flexray.solver.plan import Plan
 from flexray.solver.problem import Problem
-from flexray.solver.search import anneal, drafts, greedy, like
+from flexray.solver.search import Found, anneal, drafts, greedy, like, search
 from flexray.solver.verify import verify
 
 
@@ -35,8 +36,8 @@ class Effort:
     """
 
     evaluations: int = 20_000_000
-    nodes: int = 50
-    guard_s: float = 5.0
+    nodes: int = 5
+    guard_s: float = 2.0
 
 
 def plan_step(
@@ -73,18 +74,38 @@ def plan_step(
 
 
 def _plan(problem: Problem, effort: Effort, cached: Collection[tuple[int, ...]]) -> Plan:
-    bound = cheap_bound(problem)
     if not len(problem.lengths):
         return Plan((), 0.0, 0.0, 0.0, "empty", problem.dropped)
+    bound = cheap_bound(problem)
     best = best_single_degree(problem)
+    # A batch of a million sequences is cut into so many micro-steps that packing is enough.
     if len(problem.lengths) * problem.fewest_micro_steps > effort.evaluations:
         return best
+
+    stop_at = bound * (1 + 1e-9)
     start = min(
         greedy(problem), anneal(problem, like(problem, best), 1), key=lambda found: found.ms
     )
-    found = anneal(problem, start.configuration, effort.evaluations, stop_at=bound * (1 + 1e-9))
-    if found.ms < best.planned_ms:
-        plan = assemble(problem, drafts(problem, found), bound, "search", cached)
-        if plan is not None and plan.planned_ms <= best.planned_ms:
-            best = plan
+    best = _better(
+        problem,
+        best,
+        search(problem, start.configuration, effort.evaluations, stop_at),
+        "search",
+        cached,
+    )
+    if effort.nodes and best.planned_ms > stop_at:
+        proposed = propose(problem, best, effort.nodes, effort.guard_s)
+        if proposed is not None:
+            found = search(problem, proposed, effort.evaluations // 4, stop_at, seeds=1)
+            best = _better(problem, best, found, "joint MILP", cached)
     return best
+
+
+def _better(
+    problem: Problem, best: Plan, found: Found, method: str, cached: Collection[tuple[int, ...]]
+) -> Plan:
+    """The plan of `found` if it is shorter than `best`."""
+    if found.ms >= best.planned_ms * (1 - 1e-12):
+        return best
+    plan = assemble(problem, drafts(problem, found), best.lower_bound_ms, method, cached)
+    return plan if plan is not None and plan.planned_ms < best.planned_ms else best

@@ -6,6 +6,7 @@ needs only the groups' numbers and a target time for each micro-step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -80,6 +81,47 @@ def anneal(
         assignment,
     )
     return Found(float(ms), Configuration(counts[:M], targets[:M]), assignment, int(tried))
+
+
+def polish(problem: Problem, found: Found, moves: int, seed: int = 0) -> Found:
+    """The same groups with sequences exchanged between them; never worse."""
+    assignment = found.assignment.copy()
+    ms = kernels.polish(
+        problem.lengths,
+        problem.time,
+        problem.capacity,
+        problem.fixed,
+        problem.micro_step_ms,
+        problem.machine,
+        problem.degrees,
+        found.configuration.counts,
+        assignment,
+        moves,
+        1e-4,
+        seed,
+    )
+    return Found(float(ms), found.configuration, assignment, found.tried + moves)
+
+
+def search(
+    problem: Problem, start: Configuration, evaluations: int, stop_at: float, seeds: int = 4
+) -> Found:
+    """The best of a few annealings from `start`, each polished.
+
+    Several short ones find more than one long one: they end in different configurations.
+    """
+    best: Found | None = None
+    for seed in range(seeds):
+        found = anneal(problem, start, evaluations // seeds, stop_at, seed=seed)
+        if math.isinf(found.ms):
+            continue
+        # A move costs about as much as trying this many places.
+        found = polish(problem, found, evaluations // seeds // 200, seed)
+        if best is None or found.ms < best.ms:
+            best = found
+        if best.ms <= stop_at:
+            break
+    return best or Found(math.inf, start, np.zeros(len(problem.lengths), np.int64), 0)
 
 
 def greedy(problem: Problem) -> Found:

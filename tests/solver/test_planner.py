@@ -80,6 +80,22 @@ def test_more_effort_is_never_worse() -> None:
     assert times[0] > times[2]
 
 
+def test_the_joint_milp_improves_or_ties_and_says_nothing(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    cluster, methods = Cluster.uniform(16, 4), set()
+    for seed in range(12):
+        lengths = wiki_like(60, seed)
+        without, with_milp = (
+            plan_step(lengths, COST, cluster, effort=Effort(evaluations=2000, nodes=nodes))
+            for nodes in (0, 5)
+        )
+        assert with_milp.planned_ms <= without.planned_ms
+        methods.add(with_milp.method)
+    assert "joint MILP" in methods
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_plan_beats_every_single_degree_on_mixed_lengths() -> None:
     lengths = wiki_like(500, seed=1)
     cluster, degrees = Cluster.uniform(64), (1, 2, 4, 8, 16, 32, 64)
