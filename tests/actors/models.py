@@ -52,9 +52,13 @@ def label_tokens(batch: Sequence[Tokens]) -> int:
     return sum(int((shift(t if y is None else y) != -100).sum()) for t, y in batch)
 
 
-def reference_model(hf_config: PretrainedConfig, dtype: torch.dtype, seed: int = 0):
+def reference_model(
+    hf_config: PretrainedConfig, dtype: torch.dtype, seed: int = 0, implementation: str = "sdpa"
+):
     """The whole model in one process with the engine's random values."""
-    model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(
+        hf_config, dtype=dtype, attn_implementation=implementation
+    )
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, value in random_parameters(build_on_meta(hf_config, torch.float32), seed):
