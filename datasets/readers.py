@@ -170,21 +170,19 @@ def _parquet_bytes(metadata: pq.FileMetaData, name: str) -> int:
 def _arrow(source: Source, column: Column) -> Iterator[Rows]:
     with source.open() as stored:
         is_file = stored.read(6) == b"ARROW1"
-
-        def open_reader(options: pa.ipc.IpcReadOptions | None = None) -> Any:
-            stored.seek(0)
-            if is_file:
-                return pa.ipc.open_file(stored, options=options)
-            return pa.ipc.open_stream(source.decompress(stored), options=options)
-
-        names = open_reader().schema.names
+        stored.seek(0)
+        if is_file:
+            reader = pa.ipc.open_file(stored)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        else:
+            reader = batches = pa.ipc.open_stream(source.decompress(stored))
+        names = reader.schema.names
         name, are_tokens = column.choose(names, str(source.path))
-        reader = open_reader(pa.ipc.IpcReadOptions(included_fields=[names.index(name)]))
-        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+        index = names.index(name)  # other columns stay unread: uncompressed files are only mapped
         first = 0
         for i, batch in enumerate(batches, start=1):
             position = source.size * i // reader.num_record_batches if is_file else stored.tell()
-            yield from _slices(source, batch.column(0), are_tokens, first, position)
+            yield from _slices(source, batch.column(index), are_tokens, first, position)
             first += batch.num_rows
 
 

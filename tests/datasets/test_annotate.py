@@ -106,8 +106,6 @@ def test_json_lines_of_token_ids(tmp_path: Path) -> None:
 def test_tables_of_text(
     tmp_path: Path, name: str, write: Callable[[Path, pa.Table], None], kind: pa.DataType
 ) -> None:
-    if "feather" in name and "view" in str(kind):
-        pytest.skip("pyarrow writes no compressed views")
     values = pa.array([*TEXTS[:3], None, *TEXTS[3:]]).cast(kind)
     write(tmp_path / name, pa.table({"other": range(7), "text": values, "blob": [b"\xff"] * 7}))
     corpus = annotate([tmp_path / name], tmp_path / "out", "bytes")
@@ -296,3 +294,12 @@ def test_same_input_same_corpus(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in reversed(TEXTS)])
     other = annotate([tmp_path / "a.jsonl"], tmp_path / "3", "bytes").manifest
     assert other.fingerprint != manifests[0].fingerprint
+
+
+def test_text_and_token_ids_keep_the_order_of_the_input(tmp_path: Path) -> None:
+    (tmp_path / "1.txt").write_text("first")
+    pq.write_table(pa.table({"input_ids": [[1]]}), tmp_path / "2.parquet")
+    (tmp_path / "3.txt").write_text("last")
+    inputs = [tmp_path / name for name in ("1.txt", "2.parquet", "3.txt")]
+    corpus = annotate(inputs, tmp_path / "out", "bytes")
+    assert documents(corpus) == [list(b"first"), [1], list(b"last")]

@@ -70,3 +70,34 @@ def test_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CorpusError, match=r"cannot be written.*XDG_CACHE_HOME"):
         builtin_corpus(tmp_path / "file")
+
+
+def test_takes_the_library_itself_as_bytes_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {
+        "b.py": b"second",
+        "a/z.py": b"first, in latin-1: \xe9",
+        "a/z.txt": b"no source",
+        "site-packages/pip/x.py": b"somebody else's",
+        "dist-packages/x.py": b"somebody else's",
+        "empty.py": b"",
+    }
+    for name, content in files.items():
+        path = tmp_path / "lib" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path / "lib"))
+    corpus = Corpus.open(builtin_corpus(tmp_path / "cache"))
+    rows = [corpus.tokens(row).astype(np.uint8).tobytes() for row in range(corpus.rows)]
+    assert rows == [files["a/z.py"], files["b.py"]]
+    assert corpus.manifest.dropped == {"empty": 1}
+
+    (tmp_path / "lib" / "b.py").write_bytes(b"edited")
+    assert builtin_corpus(tmp_path / "cache") != corpus.path, "the name follows the content"
+
+
+def test_python_without_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
+    with pytest.raises(CorpusError, match="no source files"):
+        builtin_corpus(tmp_path / "cache")
