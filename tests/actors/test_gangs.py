@@ -65,6 +65,7 @@ def run_plans(rank, world, store, plans):
 
 
 def test_a_thousand_random_plans_leave_communicators_descriptors_and_threads_flat():
+    """pytorch#40400, Megatron#6897: groups leak."""
     cache = CommunicatorCache(LIMIT)
     plans = [(cache.prepare(groups), groups) for groups in random_plans()]
     made = [change for changes, _ in plans for change in changes if change.create]
