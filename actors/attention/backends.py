@@ -7,6 +7,7 @@ heads, D head size) and the pack's borders, and never attends across a border.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -39,6 +40,12 @@ def varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     cu_seqlens = borders.on(q_THD.device)
+    grouped = q_THD.shape[1] // k_TKD.shape[1]
+    keywords = {}
+    if grouped > 1 and "enable_gqa" in _varlen_parameters():
+        keywords["enable_gqa"] = True
+    elif grouped > 1:  # an older torch
+        k_TKD, v_TKD = (x.repeat_interleave(grouped, 1) for x in (k_TKD, v_TKD))
     return varlen_attn(
         q_THD.contiguous(),
         k_TKD.contiguous(),
@@ -49,8 +56,18 @@ def varlen(
         borders.longest,
         scale=scale,
         window_size=(-1, 0),  # causal
-        enable_gqa=q_THD.shape[1] != k_TKD.shape[1],
+        **keywords,
     )
+
+
+@cache
+def _varlen_parameters() -> frozenset[str]:
+    """Names of varlen_attn's parameters; none where this torch has no such function."""
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return frozenset()
+    from torch.nn.attention.varlen import varlen_attn
+
+    return frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def flash(
@@ -90,7 +107,7 @@ def available_backends() -> list[Backend]:
     """All backends in order of preference, as this machine has them."""
     cuda = torch.cuda.is_available()
     has_flash = importlib.util.find_spec("flash_attn") is not None
-    has_varlen = importlib.util.find_spec("torch.nn.attention.varlen") is not None
+    has_varlen = "window_size" in _varlen_parameters()
     return [
         Backend(
             "flash",
@@ -104,7 +121,7 @@ def available_backends() -> list[Backend]:
             cuda and has_varlen,
             "torch.nn.attention.varlen"
             if cuda and has_varlen
-            else ("needs CUDA" if has_varlen else "this torch has no varlen_attn"),
+            else ("needs CUDA" if has_varlen else "this torch has no causal varlen_attn"),
         ),
         Backend("sdpa", True, "scaled_dot_product_attention, one call a sequence"),
     ]
