@@ -11,6 +11,8 @@ grow with the number of GPUs, and the number of micro-steps is the model's own d
                sum_kj degree_j (time_kj x_kcj + fixed_j n_cj) <= N W_c    work
                sum_k length_k x_kcj <= capacity_j n_cj             memory
                sum_cj x_kcj = count_k                              every sequence placed
+               W_c >= low_c y_c + sum_j (time_kj + fixed_j - low_c) x_kcj
+                                              one micro-step lasts as long as each sequence in it
 
 With levels as intervals, each bucket counted at its shortest length, a top level that no
 micro-step of an optimal plan exceeds and enough micro-steps, its dual bound is a bound for the step
@@ -87,6 +89,7 @@ class JointModel:
                 pulp.LpAffineExpression([*zip(n, map(int, degree), strict=True), (y, -N)]) <= 0
             )
             work: list[tuple[pulp.LpVariable, float]] = [(W[c], -problem.power)]
+            holds: dict[int, list[tuple[pulp.LpVariable, float]]] = {}
             for j in range(J):
                 # On the fastest ranks a group does `speed` times the work in the same time.
                 time = [(n[j], float(problem.fixed[j] - high[c] * speed))]
@@ -103,12 +106,18 @@ class JointModel:
                         pulp.LpInteger if buckets.whole[k] else pulp.LpContinuous,
                     )
                     placed[k].append(x)
+                    least = float((t + problem.fixed[j]) / speed - low[c])
+                    if buckets.count[k] == 1 and least > 0:
+                        holds.setdefault(k, []).append((x, -least))
                     time.append((x, float(t)))
                     memory.append((x, float(buckets.length[k])))
                     work.append((x, float(t * degree[j])))
                 self.model += pulp.LpAffineExpression(time) <= 0
                 self.model += pulp.LpAffineExpression(memory) <= 0
             self.model += pulp.LpAffineExpression(work) <= 0
+            for terms in holds.values():
+                terms += [(W[c], 1.0), (y, -float(low[c]))]
+                self.model += pulp.LpAffineExpression(terms) >= 0
         for k in range(B):
             self.model += pulp.lpSum(placed[k]) == int(buckets.count[k])
 
@@ -126,7 +135,7 @@ def bucketed(problem: Problem, alone: int, most: int, shortest: bool) -> Buckets
     K = len(problem.lengths)
     alone = min(alone, K)
     # Cuts between different lengths only, at equal shares of the distinct ones.
-    lengths, first = np.unique(-problem.lengths[alone:], return_index=True)
+    _, first = np.unique(-problem.lengths[alone:], return_index=True)
     cuts = [part[0] for part in np.array_split(first, most) if len(part)]
     starts = np.array([*range(alone), *(alone + c for c in cuts)], np.int64)
     ends = np.append(starts[1:], K)
@@ -146,10 +155,10 @@ def propose(problem: Problem, plan: Plan, nodes: int, guard_s: float) -> Configu
     """
     made = np.array([m.planned_ms - problem.micro_step_ms for m in plan.micro_steps])
     # Rounded up, so that what the plan holds fits the model too.
-    levels = np.unique(np.ceil(np.outer(made, (0.93, 1.0)).ravel() * 1e3 + 1) / 1e3)
-    buckets = bucketed(problem, alone=6, most=8, shortest=False)
+    levels = np.unique(np.ceil(np.outer(made, (0.95, 1.0)).ravel() * 1e3 + 1) / 1e3)
+    buckets = bucketed(problem, alone=4, most=6, shortest=False)
     model = JointModel(problem, buckets, levels, levels, len(made) + 1, whole_from=1)
-    if not model.solve(nodes, guard_s, gap=0.01).feasible:
+    if not model.solve(nodes, guard_s, gap=0.02).feasible:
         return None
     rows, targets = [], []
     for c, y in enumerate(model.y):

@@ -15,14 +15,15 @@ Shapes: K sequences (longest first), J options (ascending degree), M micro-steps
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from flexray.solver.kernel_cache import kernel
 
 INF = np.inf
 # Making and listing a configuration costs about as much as trying this many places.
 DECODE = 400
 
 
-@njit(cache=True)
+@kernel
 def place(degrees, free, node_of, nodes, largest, order, owner):
     """Gives ranks to groups of descending `degrees`; False if they don't fit.
 
@@ -55,7 +56,7 @@ def place(degrees, free, node_of, nodes, largest, order, owner):
     return True
 
 
-@njit(cache=True)
+@kernel
 def best_fit(sizes, capacity, bin_of):
     """Puts each of `sizes`, (K,), into the fullest bin that holds it; returns the number of bins.
 
@@ -84,7 +85,7 @@ def best_fit(sizes, capacity, bin_of):
     return made
 
 
-@njit(cache=True)
+@kernel
 def layout(counts, M, J, degrees, machine, group_option, group_step, group_slow):
     """Lists the groups of a configuration, ordered by pool; -1 if a micro-step can't be placed.
 
@@ -127,7 +128,7 @@ def layout(counts, M, J, degrees, machine, group_option, group_step, group_slow)
     return G
 
 
-@njit(cache=True)
+@kernel
 def decode(
     lengths, time, work, capacity, fixed, micro_step_ms, monotone,
     G, group_option, group_step, group_slow, targets, M, limit, assignment, totals,
@@ -235,7 +236,7 @@ def decode(
     return value, tried
 
 
-@njit(cache=True)
+@kernel
 def _random(state):
     """Uniform in [0, 1): xorshift64*, so that every machine draws the same."""
     x = state[0]
@@ -246,12 +247,12 @@ def _random(state):
     return float((x * np.uint64(2685821657736338717)) >> np.uint64(11)) / 9007199254740992.0
 
 
-@njit(cache=True)
+@kernel
 def _below(state, n):
     return int(_random(state) * n)
 
 
-@njit(cache=True)
+@kernel
 def _fill(counts, degrees, idle, most):
     """Turns idle GPUs into groups of options up to `most`, largest first; returns what is left."""
     for j in range(most, -1, -1):
@@ -261,7 +262,7 @@ def _fill(counts, degrees, idle, most):
     return idle
 
 
-@njit(cache=True)
+@kernel
 def _move(counts, targets, M, J, degrees, N, state):
     """Changes one thing at random in place; returns the new number of micro-steps."""
     r = _random(state)
@@ -310,7 +311,7 @@ def _move(counts, targets, M, J, degrees, N, state):
     return M
 
 
-@njit(cache=True)
+@kernel
 def anneal(
     lengths, time, work, capacity, fixed, micro_step_ms, monotone, degrees, machine,
     counts, targets, M, evaluations, stop_at, heat, seed, assignment,
@@ -365,7 +366,7 @@ def anneal(
     return best, M, tried
 
 
-@njit(cache=True)
+@kernel
 def _top(load, groups, a, load_a, b, load_b):
     """Largest load of a micro-step's groups, with those of groups a and b replaced."""
     top = 0.0
@@ -376,7 +377,7 @@ def _top(load, groups, a, load_a, b, load_b):
     return top
 
 
-@njit(cache=True)
+@kernel
 def polish(
     lengths, time, capacity, fixed, micro_step_ms, machine, degrees, counts,
     assignment, moves, heat, seed,

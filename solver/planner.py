@@ -35,9 +35,15 @@ class Effort:
         guard_s: wall time that the MILP never exceeds.
     """
 
-    evaluations: int = 20_000_000
+    evaluations: int = 15_000_000
     nodes: int = 5
-    guard_s: float = 2.0
+    guard_s: float = 1.0
+
+
+# Sequences x micro-steps beyond which one decoding alone takes a second.
+PACK_ONLY = 20_000_000
+# A plan within milliseconds, for whoever cannot wait.
+AT_ONCE = Effort(evaluations=100_000, nodes=0)
 
 
 def plan_step(
@@ -73,18 +79,26 @@ def plan_step(
     return plan
 
 
+def warm() -> None:
+    """Compiles or loads the kernels: seconds the first time on a machine, then milliseconds."""
+    cost = CostModel(1.0, 1.0, micro_step_ms=1.0, tokens_per_gpu=4)
+    plan_step([8, 4, 1], cost, Cluster((2,)), effort=Effort(evaluations=1000))
+
+
 def _plan(problem: Problem, effort: Effort, cached: Collection[tuple[int, ...]]) -> Plan:
     if not len(problem.lengths):
         return Plan((), 0.0, 0.0, 0.0, "empty", problem.dropped)
     bound = cheap_bound(problem)
     best = best_single_degree(problem)
-    # A batch of a million sequences is cut into so many micro-steps that packing is enough.
-    if len(problem.lengths) * problem.fewest_micro_steps > effort.evaluations:
+    # A batch of a million sequences has so many micro-steps that packing is enough.
+    if len(problem.lengths) * problem.fewest_micro_steps > PACK_ONLY:
         return best
 
     stop_at = bound * (1 + 1e-9)
     start = min(
-        greedy(problem), anneal(problem, like(problem, best), 1), key=lambda found: found.ms
+        greedy(problem, effort.evaluations // 10),
+        anneal(problem, like(problem, best), 1),
+        key=lambda found: found.ms,
     )
     best = _better(
         problem,

@@ -124,12 +124,22 @@ def search(
     return best or Found(math.inf, start, np.zeros(len(problem.lengths), np.int64), 0)
 
 
-def greedy(problem: Problem) -> Found:
-    """The best of a few dozen plain configurations.
+def greedy(problem: Problem, evaluations: int) -> Found:
+    """The best of a few dozen plain configurations, or of as many as `evaluations` allow.
 
     One large group for the longest sequence in one micro-step, small groups everywhere else.
     """
-    return min((anneal(problem, start, 1) for start in _starts(problem)), key=lambda f: f.ms)
+    best: Found | None = None
+    tried = 0
+    for start in _starts(problem):
+        found = anneal(problem, start, 1)
+        tried += found.tried
+        if best is None or found.ms < best.ms:
+            best = found
+        if tried > evaluations:
+            break
+    assert best is not None  # every row fits some option
+    return best
 
 
 def like(problem: Problem, plan: Plan) -> Configuration:

@@ -70,6 +70,6 @@ def test_a_wrong_value_names_file_and_key(tmp_path: Path, line: str, wrong: str,
 
 def test_an_unknown_name_suggests_the_nearest() -> None:
     with pytest.raises(UserError, match="did you mean gpt-7b-a100-40g"):
-        load_preset("gpt-7b-a100-80g")
+        load_preset("gpt-7b-a100-40b")
     with pytest.raises(UserError, match=r"nowhere.yaml: No such file"):
         load_preset("nowhere.yaml")

@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from flexray.solver.bound import tightened
 from flexray.solver.cluster import Cluster
 from flexray.solver.cost import CostModel
 from flexray.solver.planner import Effort, plan_step
@@ -81,7 +82,7 @@ def instance(seed: int) -> tuple[list[int], CostModel, int, list[int]]:
 
 
 @pytest.mark.parametrize("block", range(8))
-def test_bound_is_below_and_plan_is_near_the_optimum(block: int) -> None:
+def test_bounds_are_below_and_plan_is_near_the_optimum(block: int) -> None:
     ratios = []
     for seed in range(block * 15, block * 15 + 15):
         lengths, cost, gpus, degrees = instance(seed)
@@ -90,4 +91,6 @@ def test_bound_is_below_and_plan_is_near_the_optimum(block: int) -> None:
         assert plan.lower_bound_ms <= best * (1 + 1e-9), seed
         assert plan.planned_ms >= best * (1 - 1e-9), seed
         ratios.append(plan.planned_ms / best)
+        tight = tightened(plan, lengths, cost, Cluster((gpus,)), degrees)
+        assert plan.lower_bound_ms <= tight.lower_bound_ms <= best * (1 + 1e-9), seed
     assert np.mean(ratios) < 1.02, sorted(ratios)
