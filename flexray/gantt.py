@@ -73,7 +73,7 @@ def draw_step(
 
 
 def _draw_group(axes: Axes, group: Group, start: float, inches: float, ranks: int) -> None:
-    colour = _colour(group.degree)
+    colour = degree_colour(group.degree)
     runs = _runs(group.ranks)
     for first, count in runs:
         _box(axes, start, group.planned_ms, first - 0.5 + _GAP, count - 2 * _GAP, colour, zorder=2)
@@ -142,7 +142,7 @@ def _frame(axes: Axes, cluster: Cluster, step_ms: float) -> None:
 
 
 def _legend(figure: Figure, degrees: list[int], has_marks: bool) -> None:
-    keys = [Patch(facecolor=_colour(degree), label=f"degree {degree}") for degree in degrees]
+    keys = [Patch(facecolor=degree_colour(degree), label=f"degree {degree}") for degree in degrees]
     keys.append(Patch(facecolor=_IDLE, edgecolor=_FIXED, label="idle"))
     keys.append(Patch(facecolor=_FIXED, label="parameter collectives"))
     if has_marks:
@@ -169,5 +169,6 @@ def _runs(ranks: Sequence[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _colour(degree: int) -> str:
+def degree_colour(degree: int) -> str:
+    """The colour of a degree in every picture, from light to dark."""
     return _COLOURS[min(degree.bit_length() - 1, len(_COLOURS) - 1)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -14,7 +14,22 @@ from rich.table import Table
 
 from flexray.errors import UserError
 from flexray.length_source import Lengths, read_lengths
-from flexray.presets import Preset, load_preset, preset_names
+from flexray.planning_input import (
+    PRESET_HELP,
+    DegreesOption,
+    GpusOption,
+    GpusPerNodeOption,
+    MaxLengthOption,
+    OverLength,
+    OverLengthOption,
+    SourceArgument,
+    admitted,
+    cluster_for,
+    limit_for,
+    parse_degrees,
+    preset_for,
+)
+from flexray.presets import Preset
 from flexray.solver.baselines import batch_adaptive, static
 from flexray.solver.cluster import Cluster
 from flexray.solver.cost import CostModel
@@ -26,32 +41,11 @@ from flexray.solver.planner import plan_step
 DEFAULT_PRESET = "gpt-7b-a100-40g"
 
 
-class OverLength(StrEnum):
-    """What to do with rows longer than the limit."""
-
-    ERROR = "error"
-    DROP = "drop"
-
-
 def plan(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="LENGTHS",
-            help="A Parquet, Arrow, CSV or JSON-lines file with a column `length`, a corpus "
-            "folder made by `flexray annotate`, or a list such as 48000,900,900,350.",
-        ),
-    ],
-    gpus: Annotated[
-        int | None, typer.Option(help="GPUs of the cluster. Default: the preset's.")
-    ] = None,
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs of a node.")] = 8,
-    preset: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Cost model: {', '.join(preset_names())}, or the path of a YAML file like them."
-        ),
-    ] = None,
+    source: SourceArgument,
+    gpus: GpusOption = None,
+    gpus_per_node: GpusPerNodeOption = None,
+    preset: Annotated[str | None, typer.Option(help=PRESET_HELP)] = None,
     capacity: Annotated[
         int | None,
         typer.Option(help="Tokens a GPU holds. Default: from the preset's memory figures."),
@@ -62,23 +56,17 @@ def plan(
     kv_heads: Annotated[
         int | None, typer.Option(help="Key/value heads.", show_default="32, or as many as heads")
     ] = None,
-    degrees: Annotated[
-        str | None,
-        typer.Option(
-            help="Group sizes allowed, such as 1,2,4. Default: the preset's, or all legal."
-        ),
-    ] = None,
+    degrees: DegreesOption = None,
     batch_size: Annotated[
         int | None, typer.Option(help="Rows of a batch. Default: all rows are one batch.")
     ] = None,
     batch: Annotated[int, typer.Option(help="Which batch, from 0.")] = 0,
-    max_length: Annotated[
-        int | None,
-        typer.Option(help="Longest row, in tokens. Default: what the cluster can hold."),
+    max_length: MaxLengthOption = None,
+    over_length: OverLengthOption = OverLength.ERROR,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the plan: an .svg, .png or .pdf file."),
     ] = None,
-    over_length: Annotated[
-        OverLength, typer.Option(help="Rows longer than that: an error, or left out and listed.")
-    ] = OverLength.ERROR,
     as_json: Annotated[bool, typer.Option("--json", help="The plan as JSON on stdout.")] = False,
 ) -> None:
     """Plan one training step: which groups of GPUs form and which rows each gets.
@@ -102,16 +90,16 @@ def plan(
         raise UserError("give --preset NAME, or --capacity TOKENS for a default cost model")
     if preset is None and gpus is None:
         raise UserError("give --gpus N, or --preset NAME for its cluster")
-    model = load_preset(preset or DEFAULT_PRESET)
-    if max_length is not None and max_length > model.max_length:
-        model = model.with_max_length(max_length)
-    cluster = model.cluster if gpus is None else Cluster.uniform(gpus, gpus_per_node)
+    if plot is not None and plot.suffix not in {".svg", ".png", ".pdf"}:
+        raise UserError(f"--plot {plot}: give a file that ends in .svg, .png or .pdf")
+    model = preset_for(preset or DEFAULT_PRESET, max_length)
+    cluster = cluster_for(model, gpus, gpus_per_node)
     cost = model.cost if capacity is None else model.cost.with_capacity(capacity)
     allowed = _degrees(degrees, heads, kv_heads, model if preset else None, cluster)
 
     lengths = read_lengths(source)
-    limit = max_length or max(o.capacity for o in cost.options(cluster, allowed))
-    rows = _admitted(lengths, limit, over_length)
+    limit = limit_for(max_length, cost, cluster, allowed)
+    rows = admitted(lengths, limit, over_length)
     batch_rows, over_long = _cut(rows, len(lengths), batch_size, batch)
     result = plan_step(lengths[batch_rows].tolist(), cost, cluster, allowed)
     result = replace(
@@ -126,6 +114,8 @@ def plan(
             *result.dropped,
         ),
     )
+    if plot is not None:
+        _draw(result, cluster, plot)
     if as_json:
         typer.echo(json.dumps(result.to_dict()))
         return
@@ -142,27 +132,11 @@ def _degrees(
 ) -> tuple[int, ...]:
     """What the user named, else what the named heads allow, else the preset's, else 32 heads'."""
     if given is not None:
-        try:
-            return tuple(int(word) for word in given.split(","))
-        except ValueError:
-            raise UserError(f"--degrees {given}: give whole numbers such as 1,2,4") from None
+        return parse_degrees(given)
     if preset is not None and heads is None and kv_heads is None:
         return preset.degrees
     queries = heads if heads is not None else preset.heads if preset else 32
     return legal_degrees(queries, kv_heads if kv_heads is not None else queries, cluster.gpus)
-
-
-def _admitted(lengths: Lengths, limit: int, over_length: OverLength) -> Lengths:
-    """Rows of the input that are not over-long, in order."""
-    over = np.flatnonzero(lengths > limit)
-    if len(over) and over_length is OverLength.ERROR:
-        row = over[0]
-        raise UserError(
-            f"row {row} has length {lengths[row]} and the limit is {limit} tokens"
-            + (f" ({len(over) - 1} more rows are too long)" if len(over) > 1 else "")
-            + ": raise --max-length or --capacity, use more --gpus, or pass --over-length drop"
-        )
-    return np.flatnonzero(lengths <= limit)
 
 
 def _cut(rows: Lengths, total: int, size: int | None, batch: int) -> tuple[Lengths, Lengths]:
@@ -180,6 +154,16 @@ def _cut(rows: Lengths, total: int, size: int | None, batch: int) -> tuple[Lengt
     start = rows[first - 1] + 1 if first else 0
     stop = rows[last] if last < len(rows) else total
     return rows[first:last], np.setdiff1d(np.arange(start, stop), rows[first:last])
+
+
+def _draw(plan: Plan, cluster: Cluster, path: Path) -> None:
+    # Here, not above: matplotlib takes longer to load than a plan takes to make.
+    from flexray.gantt import draw_step
+
+    try:
+        draw_step(plan, cluster, path)
+    except OSError as error:
+        raise UserError(f"--plot {path}: cannot be written: {error.strerror}") from None
 
 
 def _show(

@@ -3,7 +3,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from flexray.gantt import _COLOURS, _FIXED, _IDLE, _colour, _runs, draw_step
+from flexray.gantt import _COLOURS, _FIXED, _IDLE, _runs, degree_colour, draw_step
 from flexray.solver.cluster import Cluster
 from flexray.solver.plan import Group, MicroStep, Plan
 
@@ -76,6 +76,6 @@ def test_runs_of_ranks():
 
 
 def test_every_degree_has_a_colour():
-    assert len({_colour(2**power) for power in range(8)}) == 8
-    assert _colour(3) == _colour(2)
-    assert _colour(1024) == _COLOURS[-1]
+    assert len({degree_colour(2**power) for power in range(8)}) == 8
+    assert degree_colour(3) == degree_colour(2)
+    assert degree_colour(1024) == _COLOURS[-1]
