@@ -9,17 +9,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
 
 from flexray.errors import UserError
 from flexray.json_lines import JsonLinesWriter, read_json_lines
 from flexray.simulation import Case, StepResult, simulate_step
-from flexray.solver.plan import PlanningError
-
-# Enough rows to load every compiled kernel, few enough to take no time.
-_WARM_UP_ROWS = 16
+from flexray.solver.planner import warm
 
 Task = tuple[str, Case]
 
@@ -75,11 +71,10 @@ def _simulate(tasks: Sequence[Task]) -> Iterator[StepResult]:
     if not tasks:
         return
     workers = min(len(os.sched_getaffinity(0)), len(tasks))
-    first_of_each = dict(reversed(tasks))
     # Spawned: a fork would copy the locks of whatever threads this process has.
     context = multiprocessing.get_context("spawn")
     others = set(multiprocessing.active_children())
-    with ProcessPoolExecutor(workers, context, _start, (first_of_each,)) as pool:
+    with ProcessPoolExecutor(workers, context, _start) as pool:
         try:
             # Ctrl-C goes to the whole foreground group; only this process answers it.
             with _without_interrupts():
@@ -110,13 +105,10 @@ def _without_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start(first_of_each: dict[str, Case]) -> None:
+def _start() -> None:
     """Prepares a process: it ends with its parent, and its compiled kernels are loaded."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    for strategy, case in first_of_each.items():
-        # What cannot be planned is reported where it is planned in full.
-        with suppress(PlanningError):
-            simulate_step(strategy, replace(case, lengths=case.lengths[:_WARM_UP_ROWS]))
+    warm()
 
 
 def _end_with_parent() -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from flexray.cli import app
 from flexray.errors import UserError
+from flexray.gantt import draw_step
 from flexray.presets import load_preset
 from flexray.solver.cluster import Cluster
 from flexray.solver.plan import Plan, PlanningError
@@ -110,6 +111,14 @@ def test_the_preset_brings_its_cluster_and_degrees(run) -> None:
     assert max(degrees) >= 32
 
 
+def test_gpus_per_node_counts_without_gpus(run) -> None:
+    # Two pairs fit side by side on a node of four, and not on nodes of three and one.
+    words = ("900,900", "--preset", "cpu", "--degrees", "2", "--json")
+    for options, groups in (((), 2), (("--gpus-per-node", "3"), 1)):
+        steps = json.loads(run(*words, *options))["micro_steps"]
+        assert [len(step["groups"]) for step in steps] == [groups]
+
+
 def test_degrees_come_from_heads(run) -> None:
     words = ("60,60,9,9,8", "--gpus", "6", "--capacity", "20", "--json")
     data = json.loads(run(*words, "--heads", "6", "--kv-heads", "2"))
@@ -119,9 +128,20 @@ def test_degrees_come_from_heads(run) -> None:
     assert {g["degree"] for m in data["micro_steps"] for g in m["groups"]} == {3}
 
 
+def test_the_plan_is_drawn_beside_what_is_printed(run, tmp_path: Path) -> None:
+    drawing, again = tmp_path / "plan.svg", tmp_path / "again.svg"
+    data = json.loads(run("60,9,9,9,8", *SMALL, "--json", "--plot", str(drawing)))
+    plan = Plan.from_dict(data)
+    draw_step(plan, Cluster((4,)), again)
+    assert plan.micro_steps and drawing.read_bytes() == again.read_bytes()
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
+        (("5", *SMALL, "--plot", "plan.txt"), "--plot plan.txt: .*svg"),
+        (("5", *SMALL, "--plot", "nowhere/plan.svg"), "nowhere/plan.svg: cannot be written"),
+        (("5", *SMALL, "--max-length", "0"), "--max-length 0"),
         (("21", "--gpus", "1", "--capacity", "20"), "row 0 has length 21 .*20 tokens"),
         (("5,200", *SMALL, "--max-length", "100"), "row 1 has length 200 .*100 tokens"),
         (("5,-3", *SMALL), "row 1 has length -3"),
