@@ -5,11 +5,12 @@ Every baseline gives a `Plan` of the same cost model that passes the same verifi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import heapq
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
-from flexray.solver import kernels
+from flexray.solver import kernels, search
 from flexray.solver.assemble import Draft, assemble
 from flexray.solver.bound import cheap_bound
 from flexray.solver.cluster import Cluster
@@ -47,12 +48,118 @@ def batch_adaptive(
     return best_single_degree(Problem.of(lengths, cost, cluster, degrees))
 
 
-def best_single_degree(problem: Problem) -> Plan:
+def megatron_greedy(
+    lengths: Sequence[int], cost: CostModel, cluster: Cluster, degrees: Iterable[int]
+) -> Plan:
+    """Megatron's dynamic context parallelism: each sequence at the smallest degree that holds it.
+
+    Longest first; a new group while GPUs of the last micro-step are idle, else the group of that
+    degree with the least sum(s^2) / degree that has room, else a new micro-step.
+    """
+    problem = Problem.of(lengths, cost, cluster, degrees)
+    steps: list[list[Draft]] = []
+    used = np.zeros(len(problem.options), np.int64)
+    groups: dict[int, list[Draft]] = {}
+    load: dict[int, tuple[int, int]] = {}  # by id of the group's members: s^2, tokens
+    for k, length in enumerate(problem.lengths.tolist()):
+        j = int(np.flatnonzero(problem.capacity >= length)[0])
+        more = used.copy()
+        more[j] += 1
+        opens = bool(steps) and problem.has_room(more)
+        fitting = [
+            d
+            for d in groups.get(j, [])
+            if load[id(d.members)][1] + length <= problem.options[j].capacity
+        ]
+        if not opens and fitting:
+            draft = min(fitting, key=lambda d: load[id(d.members)][0])
+        else:
+            if not opens:
+                steps.append([])
+                used[:] = 0
+            draft = Draft(j, [])
+            steps[-1].append(draft)
+            used[j] += 1
+            groups.setdefault(j, []).append(draft)
+            load[id(draft.members)] = (0, 0)
+        squares, tokens = load[id(draft.members)]
+        load[id(draft.members)] = (squares + length**2, tokens + length)
+        draft.members.append(k)  # type: ignore[union-attr]
+    return _assembled(problem, steps, "megatron_greedy")
+
+
+def karmarkar_karp(
+    lengths: Sequence[int], cost: CostModel, cluster: Cluster, degrees: Iterable[int]
+) -> Plan:
+    """verl's balancing at one degree, the smallest that holds the longest sequence.
+
+    Equal work by Karmarkar and Karp's largest differencing, over as few micro-steps as hold it.
+    """
+    problem = Problem.of(lengths, cost, cluster, degrees)
+    if not len(problem.lengths):
+        return _assembled(problem, [], "karmarkar_karp")
+    j = int(np.flatnonzero(problem.capacity >= problem.lengths[0])[0])
+    time, capacity = problem.time[:, j], problem.options[j].capacity
+    width = groups_at_once(cluster, problem.options[j].degree)
+    micro_steps = problem.fewest_micro_steps
+    while True:
+        parts = [p for p in _differencing(time.tolist(), width * micro_steps) if p]
+        if all(problem.lengths[p].sum() <= capacity for p in parts):
+            break
+        micro_steps += 1
+    parts.sort(key=lambda p: -float(time[p].sum()))
+    drafts = [Draft(j, p) for p in parts]
+    steps = [drafts[i : i + width] for i in range(0, len(drafts), width)]
+    return _assembled(problem, steps, "karmarkar_karp")
+
+
+def _differencing(values: list[float], parts: int) -> list[list[int]]:
+    """`parts` sets of indices with nearly equal sums.
+
+    Merges the two most uneven partitions, largest part with smallest, until one is left.
+    """
+    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = [
+        (-value, i, [(value, [i])]) for i, value in enumerate(values)
+    ]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, tie, a = heapq.heappop(heap)
+        _, _, b = heapq.heappop(heap)
+        # Descending sums; parts that are not listed are empty.
+        size = min(parts, len(a) + len(b))
+        a += [(0.0, []) for _ in range(size - len(a))]
+        b += [(0.0, []) for _ in range(size - len(b))]
+        merged = [(x + y, p + q) for (x, p), (y, q) in zip(a, reversed(b[:size]), strict=True)]
+        merged.sort(key=lambda part: -part[0])
+        smallest = merged[-1][0] if len(merged) == parts else 0.0
+        heapq.heappush(heap, (smallest - merged[0][0], tie, merged))
+    return [indices for _, indices in heap[0][2]]
+
+
+def best_single_degree(problem: Problem, cached: Collection[tuple[int, ...]] = ()) -> Plan:
     """`batch_adaptive` of a problem; always there, whatever the cluster looks like."""
     longest = problem.lengths[0] if len(problem.lengths) else 0
-    packed = [packs(problem, j) for j, o in enumerate(problem.options) if o.capacity >= longest]
-    _, steps = min(packed, key=lambda p: p[0])
-    return _assembled(problem, steps, "batch_adaptive")
+    fitting = [j for j, o in enumerate(problem.options) if o.capacity >= longest]
+    _, steps = min((packs(problem, j) for j in fitting), key=lambda p: p[0])
+    plan = _assembled(problem, steps, "batch_adaptive", cached)
+    too_many = len(problem.lengths) * problem.fewest_micro_steps > search.PACK_ONLY
+    if not plan.micro_steps or too_many:
+        return plan
+    even = min((_even(problem, j) for j in fitting), key=lambda found: found.ms)
+    if even.ms < plan.planned_ms:
+        plan = _assembled(problem, search.drafts(problem, even), "batch_adaptive", cached)
+    return plan
+
+
+def _even(problem: Problem, option: int) -> search.Found:
+    """One option everywhere, the sequences spread for equal times; ms is inf if they don't fit."""
+    width = groups_at_once(problem.cluster, problem.options[option].degree)
+    tokens = width * problem.options[option].capacity
+    M = -(-int(problem.lengths.sum()) // tokens)
+    counts = np.zeros((M, len(problem.options)), np.int64)
+    counts[:, option] = width
+    share = problem.time[:, option].sum() / (width * M)
+    return search.anneal(problem, search.Configuration(counts, np.full(M, share)), 1)
 
 
 def packs(problem: Problem, option: int) -> tuple[float, list[list[Draft]]]:
@@ -71,8 +178,13 @@ def packs(problem: Problem, option: int) -> tuple[float, list[list[Draft]]]:
     ]
 
 
-def _assembled(problem: Problem, steps: list[list[Draft]], method: str) -> Plan:
-    plan = assemble(problem, steps, cheap_bound(problem), method)
+def _assembled(
+    problem: Problem,
+    steps: list[list[Draft]],
+    method: str,
+    cached: Collection[tuple[int, ...]] = (),
+) -> Plan:
+    plan = assemble(problem, steps, cheap_bound(problem), method, cached)
     assert plan is not None  # groups_at_once of one degree always have room
     return plan
 

@@ -21,6 +21,7 @@ from flexray.solver.kernel_cache import kernel
 INF = np.inf
 # Making and listing a configuration costs about as much as trying this many places.
 DECODE = 400
+BULK = 0.85
 
 
 @kernel
@@ -253,6 +254,14 @@ def _below(state, n):
 
 
 @kernel
+def _some(most, state):
+    """Mostly 1; now and then up to half of `most`, so that large clusters change quickly."""
+    if most < 4 or _random(state) < BULK:
+        return 1
+    return 1 + _below(state, most // 2)
+
+
+@kernel
 def _fill(counts, degrees, idle, most):
     """Turns idle GPUs into groups of options up to `most`, largest first; returns what is left."""
     for j in range(most, -1, -1):
@@ -270,28 +279,27 @@ def _move(counts, targets, M, J, degrees, N, state):
     idle = N
     for j in range(J):
         idle -= counts[m, j] * degrees[j]
-    if r < 0.35:  # split a group into smaller ones
-        j = 1 + _below(state, J) if J > 1 else 0
-        for _ in range(J):
-            j = j % J
-            if j > 0 and counts[m, j] > 0:
-                break
+    if r < 0.35:  # split groups of some option into smaller ones
+        j = 1 + _below(state, J - 1) if J > 1 else 0
+        while j < J and (j == 0 or counts[m, j] == 0):
             j += 1
-        j = j % J
-        if j > 0 and counts[m, j] > 0:
-            counts[m, j] -= 1
+        if j < J:
+            some = _some(counts[m, j], state)
+            counts[m, j] -= some
             smaller = j - 1 if _random(state) < 0.8 else _below(state, j)
-            _fill(counts[m], degrees, idle + degrees[j], smaller)
-    elif r < 0.7:  # make room for a group of some option
+            _fill(counts[m], degrees, idle + some * degrees[j], smaller)
+    elif r < 0.7:  # make room for groups of some option, out of smaller ones first
         j = _below(state, J)
-        for back in range(J):
-            i = j - 1 - back if j - 1 - back >= 0 else J - 1 - (back - j)
-            while idle < degrees[j] and i != j and counts[m, i] > 0:
+        need = degrees[j] * _some(N // degrees[j], state)
+        for back in range(1, J + 1):
+            i = j - back if j >= back else J - 1 + j - back + 1
+            while i != j and idle < need and counts[m, i] > 0:
                 counts[m, i] -= 1
                 idle += degrees[i]
-        if idle >= degrees[j]:
+        while idle >= degrees[j] and need > 0:
             counts[m, j] += 1
             idle -= degrees[j]
+            need -= degrees[j]
         _fill(counts[m], degrees, idle, J - 1)
     elif r < 0.97 or len(targets) < M + 1:  # move the target
         spread = 0.05 if _random(state) < 0.8 else 0.3

@@ -21,7 +21,7 @@ from flexray.solver.degrees import powers_of_two
 from flexray.solver.joint import propose
 from flexray.solver.plan import Plan
 from flexray.solver.problem import Problem
-from flexray.solver.search import Found, anneal, drafts, greedy, like, search
+from flexray.solver.search import PACK_ONLY, Found, drafts, greedy, like, search
 from flexray.solver.verify import verify
 
 
@@ -30,7 +30,8 @@ class Effort:
     """How much to search.
 
     Attributes:
-        evaluations: places that the search tries (about 10 ns each).
+        evaluations: places that the search tries (about 20 ns each) for up to 512 sequences;
+            proportionally more, at most fourfold, for more.
         nodes: branch-and-bound nodes of the joint MILP; 0 leaves it out.
         guard_s: wall time that the MILP never exceeds.
     """
@@ -40,8 +41,6 @@ class Effort:
     guard_s: float = 1.0
 
 
-# Sequences x micro-steps beyond which one decoding alone takes a second.
-PACK_ONLY = 20_000_000
 # A plan within milliseconds, for whoever cannot wait.
 AT_ONCE = Effort(evaluations=100_000, nodes=0)
 
@@ -89,28 +88,21 @@ def _plan(problem: Problem, effort: Effort, cached: Collection[tuple[int, ...]])
     if not len(problem.lengths):
         return Plan((), 0.0, 0.0, 0.0, "empty", problem.dropped)
     bound = cheap_bound(problem)
-    best = best_single_degree(problem)
+    best = best_single_degree(problem, cached)
     # A batch of a million sequences has so many micro-steps that packing is enough.
     if len(problem.lengths) * problem.fewest_micro_steps > PACK_ONLY:
         return best
 
+    # Larger batches have more to decide.
+    evaluations = int(effort.evaluations * min(4.0, max(1.0, len(problem.lengths) / 512)))
     stop_at = bound * (1 + 1e-9)
-    start = min(
-        greedy(problem, effort.evaluations // 10),
-        anneal(problem, like(problem, best), 1),
-        key=lambda found: found.ms,
-    )
-    best = _better(
-        problem,
-        best,
-        search(problem, start.configuration, effort.evaluations, stop_at),
-        "search",
-        cached,
-    )
+    starts = [like(problem, best)]
+    starts += [f.configuration for f in greedy(problem, evaluations // 10)]
+    best = _better(problem, best, search(problem, starts, evaluations, stop_at), "search", cached)
     if effort.nodes and best.planned_ms > stop_at:
         proposed = propose(problem, best, effort.nodes, effort.guard_s)
         if proposed is not None:
-            found = search(problem, proposed, effort.evaluations // 4, stop_at, seeds=1)
+            found = search(problem, [proposed, like(problem, best)], evaluations // 4, stop_at)
             best = _better(problem, best, found, "joint MILP", cached)
     return best
 

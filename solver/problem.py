@@ -68,7 +68,7 @@ class Problem:
         rows = np.flatnonzero(given > 0)
         rows = rows[np.argsort(-given[rows], kind="stable")]
         dropped = tuple(Dropped(int(row), 0, "zero length") for row in np.flatnonzero(given == 0))
-        return cls(rows, given[rows], options, cluster, cost.micro_step_ms, dropped)
+        return cls(rows, given[rows], options, cluster, float(cost.micro_step_ms), dropped)
 
     @cached_property
     def degrees(self) -> Ints:

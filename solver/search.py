@@ -7,7 +7,7 @@ needs only the groups' numbers and a target time for each micro-step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,7 +75,7 @@ def anneal(
         targets,
         M,
         evaluations,
-        stop_at,
+        float(stop_at),
         heat,
         seed,
         assignment,
@@ -103,43 +103,52 @@ def polish(problem: Problem, found: Found, moves: int, seed: int = 0) -> Found:
     return Found(float(ms), found.configuration, assignment, found.tried + moves)
 
 
+# Sequences x micro-steps beyond which one decoding alone takes a second.
+PACK_ONLY = 20_000_000
+# (configurations kept, share of the effort, heat) of each round of the search.
+ROUNDS = ((8, 0.3, 0.01), (3, 0.3, 0.01), (1, 0.4, 0.005))
+
+
 def search(
-    problem: Problem, start: Configuration, evaluations: int, stop_at: float, seeds: int = 4
+    problem: Problem, starts: Sequence[Configuration], evaluations: int, stop_at: float = 0.0
 ) -> Found:
-    """The best of a few annealings from `start`, each polished.
+    """The best that rounds of annealing and polishing find; fewer and fewer starts are kept.
 
-    Several short ones find more than one long one: they end in different configurations.
+    Where the longest sequences go decides much and an annealing rarely changes it, so several
+    different starts are worth more than one long annealing.
     """
-    best: Found | None = None
-    for seed in range(seeds):
-        found = anneal(problem, start, evaluations // seeds, stop_at, seed=seed)
-        if math.isinf(found.ms):
-            continue
-        # A move costs about as much as trying this many places.
-        found = polish(problem, found, evaluations // seeds // 200, seed)
-        if best is None or found.ms < best.ms:
-            best = found
-        if best.ms <= stop_at:
-            break
-    return best or Found(math.inf, start, np.zeros(len(problem.lengths), np.int64), 0)
+    pool = [anneal(problem, start, 1) for start in starts]
+    for n, (width, share, heat) in enumerate(ROUNDS):
+        pool = sorted(pool, key=lambda found: found.ms)[:width]
+        each = int(evaluations * share / len(pool))
+        for i, found in enumerate(pool):
+            better = anneal(problem, found.configuration, each, stop_at, heat, 10 * n + i)
+            if math.isfinite(better.ms):
+                # A move costs about as much as trying this many places.
+                better = polish(problem, better, each // 200, 10 * n + i)
+            pool[i] = min(found, better, key=lambda found: found.ms)
+            if pool[i].ms <= stop_at:
+                return pool[i]
+    return min(pool, key=lambda found: found.ms)
 
 
-def greedy(problem: Problem, evaluations: int) -> Found:
-    """The best of a few dozen plain configurations, or of as many as `evaluations` allow.
+def greedy(problem: Problem, evaluations: int) -> list[Found]:
+    """Plain configurations, best first, or as many of them as `evaluations` allow.
 
-    One large group for the longest sequence in one micro-step, small groups everywhere else.
+    One large group for the longest sequence in one micro-step, small groups everywhere else; the
+    best for each large group and number of micro-steps.
     """
-    best: Found | None = None
+    best: dict[tuple[int, int], Found] = {}
     tried = 0
     for start in _starts(problem):
         found = anneal(problem, start, 1)
         tried += found.tried
-        if best is None or found.ms < best.ms:
-            best = found
+        kind = (len(start.targets), int(np.flatnonzero(start.counts[0])[-1]))
+        if kind not in best or found.ms < best[kind].ms:
+            best[kind] = found
         if tried > evaluations:
             break
-    assert best is not None  # every row fits some option
-    return best
+    return sorted(best.values(), key=lambda found: found.ms)
 
 
 def like(problem: Problem, plan: Plan) -> Configuration:

@@ -118,9 +118,9 @@ def test_cached_communicators_are_preferred_between_equal_plans() -> None:
     lengths = [4000, 100, 100, 100]
     cluster, cost = Cluster.uniform(4), COST.with_capacity(2200)
     plain = plan_step(lengths, cost, cluster, (1, 2))
-    assert plain.micro_steps[0].groups[0].ranks == (0, 1)
+    assert (1, 3) not in [g.ranks for g in plain.micro_steps[0].groups]
     cached = plan_step(lengths, cost, cluster, (1, 2), cached=((1, 3),))
-    assert cached.micro_steps[0].groups[0].ranks == (1, 3)
+    assert (1, 3) in [g.ranks for g in cached.micro_steps[0].groups]
     assert cached.planned_ms == plain.planned_ms
 
 
