@@ -141,7 +141,7 @@ class DataSection(Section):
         default="builtin", description="'builtin' or a folder made by `flexray annotate`"
     )
     max_length: Positive = Field(
-        default=4096, description="tokens of the longest sequence admitted"
+        default=3072, description="tokens of the longest sequence admitted"
     )
     over_length: Literal["error", "drop", "truncate", "split"] = Field(
         default="split", description="what happens to longer ones"

@@ -43,7 +43,7 @@ def test_a_model_that_cannot_be_trained_is_one_line(setting, words):
 def test_the_longest_row_must_fit_the_smallest_cluster():
     few = job("planner.capacity=1024", "cluster.min_gpus=2")
     cost = few.cost(places(*"aaaa"))
-    with pytest.raises(PlanningError, match=r"longest sequence \(4096 tokens\).*fit 2 GPUs"):
+    with pytest.raises(PlanningError, match=r"longest sequence \(3072 tokens\).*fit 2 GPUs"):
         few.check_longest(cost, places(*"aaaa"))
     enough = job("planner.capacity=1024", "cluster.min_gpus=4")
     enough.check_longest(cost, places(*"aaaa"))
