@@ -66,8 +66,9 @@ def train(
         driver = Driver(job, run, display)
         try:
             driver.train()
-        except ValueError:  # the user's to put right, before the first step: try the name again
-            shutil.rmtree(run.path, ignore_errors=True)
+        except ValueError:
+            if not driver.steps_done:  # the user's to put right: the name stays free
+                shutil.rmtree(run.path, ignore_errors=True)
             raise
         except RunFailed as error:
             display.message(f"Failed after {driver.steps_done} steps: {error}. Run: {run.path}")
