@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from flexray.solver.assemble import group_ms
-from flexray.solver.baselines import batch_adaptive, static
+from flexray.solver.baselines import batch_adaptive, karmarkar_karp, megatron_greedy, static
 from flexray.solver.cluster import Cluster
 from flexray.solver.cost import CostModel
+from flexray.solver.flexsp import flexsp
 from flexray.solver.plan import Plan, PlanningError
 from flexray.solver.planner import Effort, plan_step
 from flexray.solver.verify import verify
@@ -48,10 +49,15 @@ _EFFORT = replace(Effort(), guard_s=600.0)
 STRATEGIES: dict[str, Callable[[Case], Plan]] = {
     "static": lambda case: static(*case.problem, case.longest),
     "batch-adaptive": lambda case: batch_adaptive(*case.problem),
+    "megatron": lambda case: megatron_greedy(*case.problem),
+    "karmarkar-karp": lambda case: karmarkar_karp(*case.problem),
+    "flexsp": lambda case: flexsp(*case.problem),
     "flexray": lambda case: plan_step(*case.problem, effort=_EFFORT),
 }
 # What the others are compared with.
 BASELINE = "static"
+# Takes minutes a batch, and its plans depend on the machine's speed.
+SLOW = "flexsp"
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,10 @@ def simulate_step(strategy: str, case: Case) -> StepResult:
         PlanningError: the batch cannot be planned, or the strategy gave a wrong plan.
     """
     began = time.perf_counter()
-    plan = STRATEGIES[strategy](case)
+    try:
+        plan = STRATEGIES[strategy](case)
+    except PlanningError as error:
+        raise PlanningError(f"{strategy}, batch {case.batch}: {error}") from None
     solve_s = time.perf_counter() - began
     verify(plan, *case.problem)
 

@@ -29,12 +29,15 @@ from flexray.planning_input import (
     parse_degrees,
     preset_for,
 )
-from flexray.simulation import BASELINE, STRATEGIES, StepResult
+from flexray.simulation import BASELINE, SLOW, STRATEGIES, StepResult
 from flexray.simulation_batches import Batches
 from flexray.simulation_folder import SimulationFolder
 from flexray.simulation_run import run
 from flexray.simulation_study import Study
 from flexray.simulation_summary import StrategySummary, median_and_slowest, summarise
+
+
+QUICK = ",".join(name for name in STRATEGIES if name != SLOW)
 
 
 def simulate(
@@ -54,9 +57,10 @@ def simulate(
     strategies: Annotated[
         str,
         typer.Option(
-            help=f"all, or some of {','.join(STRATEGIES)}; {BASELINE} is always among them."
+            help=f"all, or some of {','.join(STRATEGIES)}; {BASELINE} is always among them. "
+            f"{SLOW} takes up to minutes a batch."
         ),
-    ] = "all",
+    ] = QUICK,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace another simulation in DIR.")
     ] = False,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -21,6 +22,7 @@ from matplotlib.image import imread
 
 from flexray import simulation_plots as plots
 from flexray.cli import app
+from flexray.commands.simulate import _strategies
 from flexray.errors import UserError
 from flexray.gantt import degree_colour
 from flexray.json_lines import read_json_lines
@@ -64,8 +66,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # 50 rows are two full batches of 20; the default asks for 40.
 OPTIONS = ("--preset", "cpu", "--batch-size", "20")
 FEWER = "the rows make 2 full batches of 20 from batch 0 on: simulating these instead of 40\n"
-# Three strategies on four GPUs and on 1, 2, 8 and 16.
-PLANS = 2 * 3 * 5
+QUICK = ("static", "batch-adaptive", "megatron", "karmarkar-karp", "flexray")
+# Five strategies on four GPUs, three on 1, 2, 8 and 16.
+PLANS = 2 * (5 + 3 * 4)
 
 
 def program(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -100,6 +103,17 @@ def test_where_the_time_of_a_step_goes() -> None:
     # One GPU works, three wait; no all-to-all.
     result = simulate_step("static", Case(0, (80,), 80, COST, Cluster((4,)), DEGREES))
     assert (result.idle, result.exchange) == (pytest.approx(3 / 4 * 80 / 90), pytest.approx(0))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_plans(strategy: str) -> None:
+    lengths = (300, 90, 80, 70, 0, 20)
+    result = simulate_step(strategy, Case(0, lengths, 300, COST, Cluster((4,)), DEGREES))
+    assert result.strategy == strategy and result.planned_ms >= result.lower_bound_ms > 0
+    assert [d == 0 for d in result.row_degrees] == [length == 0 for length in lengths]
+    assert result.row_degrees[0] == 4  # no other holds 300 tokens
+    compute = 1 - result.idle - result.exchange - result.collectives
+    assert 4 * result.planned_ms * compute == pytest.approx(sum(lengths))  # 1 ms a token
 
 
 def test_static_is_one_degree_for_all_batches() -> None:
@@ -156,7 +170,7 @@ def test_the_results_are_there(finished: Any, data: Path) -> None:
     assert json.loads((out / "summary.json").read_text()) == summary
     assert summary["finished"] and summary["preset"]["estimate"]
     names = [s["strategy"] for s in summary["strategies"]]
-    assert names == list(STRATEGIES) and names[0] == "static"
+    assert names == list(QUICK)
     by_name = {s["strategy"]: s for s in summary["strategies"]}
     assert by_name["static"]["speedup"] == 1
     assert by_name["flexray"]["speedup"] >= by_name["batch-adaptive"]["speedup"] >= 1
@@ -170,7 +184,7 @@ def test_the_results_are_there(finished: Any, data: Path) -> None:
     steps = list(read_json_lines(out / "steps.jsonl"))
     of_cluster = [s for s in steps if s["gpus"] == 4]
     assert sorted((s["strategy"], s["batch"]) for s in of_cluster) == sorted(
-        (name, batch) for name in STRATEGIES for batch in range(2)
+        (name, batch) for name in QUICK for batch in range(2)
     )
     case = Case(
         1, tuple(lengths[20:40]), max(lengths), load_preset("cpu").cost, Cluster((4,)), (1, 2, 4, 8)
@@ -233,6 +247,13 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
     )
     steps = tmp_path / "steps.jsonl"
     while not steps.exists() or steps.read_bytes().count(b"\n") < 3:
+        assert going.poll() is None
+        time.sleep(0.01)
+    # Planning processes pay no heed to it.
+    for child in psutil.Process(going.pid).children(recursive=True):
+        child.send_signal(signal.SIGINT)
+    before = steps.read_bytes().count(b"\n")
+    while steps.read_bytes().count(b"\n") < before + 3:
         assert going.poll() is None
         time.sleep(0.01)
     os.killpg(going.pid, signal.SIGINT)  # as a terminal does: to the whole group
@@ -388,7 +409,7 @@ def test_files_of_something_else_are_kept(tmp_path: Path, name: str, text: str, 
 
 def test_a_plan_that_fails_in_a_planning_process_is_one_line(tmp_path: Path) -> None:
     case = Case(1, (5, 401), 401, COST, Cluster((4,)), DEGREES)
-    with pytest.raises(PlanningError, match="row 1 has length 401"):
+    with pytest.raises(PlanningError, match="flexray, batch 1: row 1 has length 401"):
         run([("flexray", case)], tmp_path / "steps.jsonl")
 
 
@@ -414,6 +435,15 @@ def test_cluster_sizes_hold_the_longest_row() -> None:
     assert sizes(100, 8) == [8, 2, 4, 16, 32]
     assert sizes(350, 8) == [8, 4, 16, 32]
     assert sizes(100, 6) == [6, 3, 12, 24]
+    study = Study(cut([9], 1), COST, Cluster((2, 2)), DEGREES, ("static", "flexray"))
+    assert {case.cluster.node_sizes for _, case in study.tasks} == {
+        (1,), (2,), (2, 2), (2,) * 4, (2,) * 8,
+    }  # fmt: skip
+
+
+def test_static_is_always_among_the_strategies() -> None:
+    assert _strategies("flexray, megatron") == ("static", "megatron", "flexray")
+    assert _strategies("all") == tuple(STRATEGIES)
 
 
 # Pictures
@@ -451,6 +481,16 @@ def test_areas_of_the_histogram_are_rows_and_tokens(tmp_path: Path) -> None:
     below = 1 / 3 + 1
     ratio = share(path, degree_colour(1)) / share(path, degree_colour(8))
     assert ratio == pytest.approx(above / below, rel=0.15)
+
+
+def test_degrees_are_stacked_in_the_histogram(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.png"
+    plots.draw_lengths(np.full(40, 10), np.array([1] * 30 + [8] * 10), "flexray", "caption", path)
+    image = imread(path)[150:, :, :3]  # without the legend
+    columns = [
+        np.all(np.abs(image - to_rgb(degree_colour(d))) < 0.004, axis=2).any(axis=0) for d in (1, 8)
+    ]
+    assert columns[0].any() and np.array_equal(*columns)
 
 
 def test_the_same_results_give_the_same_files(tmp_path: Path) -> None:
