@@ -36,7 +36,6 @@ from flexray.simulation_run import run
 from flexray.simulation_study import Study
 from flexray.simulation_summary import StrategySummary, median_and_slowest, summarise
 
-
 QUICK = ",".join(name for name in STRATEGIES if name != SLOW)
 
 
