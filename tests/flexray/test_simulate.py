@@ -22,7 +22,7 @@ from matplotlib.image import imread
 
 from flexray import simulation_plots as plots
 from flexray.cli import app
-from flexray.commands.simulate import _strategies
+from flexray.commands.simulate import _shown, _strategies
 from flexray.errors import UserError
 from flexray.gantt import degree_colour
 from flexray.json_lines import read_json_lines
@@ -444,6 +444,8 @@ def test_cluster_sizes_hold_the_longest_row() -> None:
 def test_static_is_always_among_the_strategies() -> None:
     assert _strategies("flexray, megatron") == ("static", "megatron", "flexray")
     assert _strategies("all") == tuple(STRATEGIES)
+    assert _shown(_strategies("all")) == "flexray"
+    assert _shown(_strategies("megatron,flexsp")) == "megatron"
 
 
 # Pictures
