@@ -29,12 +29,12 @@ from flexray.planning_input import (
     parse_degrees,
     preset_for,
 )
-from flexray.simulation import BASELINE, SLOW, STRATEGIES, StepResult
-from flexray.simulation_batches import Batches
-from flexray.simulation_folder import SimulationFolder
-from flexray.simulation_run import run
-from flexray.simulation_study import Study
-from flexray.simulation_summary import StrategySummary, median_and_slowest, summarise
+from flexray.simulation.batches import Batches
+from flexray.simulation.folder import SimulationFolder
+from flexray.simulation.run import run
+from flexray.simulation.strategies import BASELINE, SLOW, STRATEGIES, StepResult
+from flexray.simulation.study import Study
+from flexray.simulation.summary import StrategySummary, median_and_slowest, summarise
 
 QUICK = ",".join(name for name in STRATEGIES if name != SLOW)
 
@@ -104,7 +104,7 @@ def simulate(
     summaries, by_size = summarise(study.steps(results)), study.by_size(results)
     shown = [r for r in study.steps(results) if r.strategy == _shown(names)]
     # Here, not above: matplotlib takes longer to load than a page of help may.
-    from flexray.simulation_plots import draw_all
+    from flexray.simulation.plots import draw_all
 
     draw_all(study, summaries, by_size, shown, what, folder)
     summary = {

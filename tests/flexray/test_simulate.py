@@ -22,7 +22,6 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from flexray import simulation_plots as plots
 from flexray.cli import app
 from flexray.commands.simulate import _shown, _strategies
 from flexray.errors import UserError
@@ -30,12 +29,13 @@ from flexray.gantt import degree_colour
 from flexray.json_lines import read_json_lines
 from flexray.planning_input import OverLength
 from flexray.presets import FOLDER, load_preset
-from flexray.simulation import STRATEGIES, Case, StepResult, simulate_step
-from flexray.simulation_batches import Batches
-from flexray.simulation_folder import SimulationFolder
-from flexray.simulation_run import run
-from flexray.simulation_study import Study
-from flexray.simulation_summary import StrategySummary, median_and_slowest, summarise
+from flexray.simulation import plots
+from flexray.simulation.batches import Batches
+from flexray.simulation.folder import SimulationFolder
+from flexray.simulation.run import run
+from flexray.simulation.strategies import STRATEGIES, Case, StepResult, simulate_step
+from flexray.simulation.study import Study
+from flexray.simulation.summary import StrategySummary, median_and_slowest, summarise
 from flexray.solver.cluster import Cluster
 from flexray.solver.cost import CostModel
 from flexray.solver.plan import PlanningError

@@ -10,10 +10,10 @@ from typing import Any
 
 from flexray import __version__
 from flexray.errors import UserError
-from flexray.simulation import BASELINE, Case, StepResult, holds
-from flexray.simulation_batches import Batches
-from flexray.simulation_run import Task
-from flexray.simulation_summary import StrategySummary, summarise
+from flexray.simulation.batches import Batches
+from flexray.simulation.run import Task
+from flexray.simulation.strategies import BASELINE, Case, StepResult, holds
+from flexray.simulation.summary import StrategySummary, summarise
 from flexray.solver.cluster import Cluster
 from flexray.solver.cost import CostModel
 

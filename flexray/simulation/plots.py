@@ -14,10 +14,10 @@ from matplotlib.ticker import EngFormatter, NullLocator
 
 from flexray.gantt import degree_colour, draw_step
 from flexray.length_source import Lengths
-from flexray.simulation import BASELINE, STRATEGIES, StepResult
-from flexray.simulation_folder import SimulationFolder
-from flexray.simulation_study import Study
-from flexray.simulation_summary import StrategySummary, median_and_slowest
+from flexray.simulation.folder import SimulationFolder
+from flexray.simulation.strategies import BASELINE, STRATEGIES, StepResult
+from flexray.simulation.study import Study
+from flexray.simulation.summary import StrategySummary, median_and_slowest
 
 _INK = "#24292f"
 _PALE = "#c9ced6"

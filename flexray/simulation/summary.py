@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flexray.simulation import BASELINE, StepResult
+from flexray.simulation.strategies import BASELINE, StepResult
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from flexray.errors import UserError
 from flexray.json_lines import JsonLinesWriter, read_json_lines
-from flexray.simulation import Case, StepResult, simulate_step
+from flexray.simulation.strategies import Case, StepResult, simulate_step
 from flexray.solver.planner import warm
 
 Task = tuple[str, Case]

@@ -53,7 +53,7 @@ class SimulationFolder:
 
     @property
     def steps_path(self) -> Path:
-        """One JSON object a line: `flexray.simulation.StepResult`."""
+        """One JSON object a line: `flexray.simulation.strategies.StepResult`."""
         return self.path / "steps.jsonl"
 
     def plot(self, name: str) -> Path:

@@ -1,0 +1,1 @@
+"""`flexray simulate`: the same batches under every strategy, on paper."""
