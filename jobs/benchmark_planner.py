@@ -26,6 +26,7 @@ from flexray.presets import load_preset
 from flexray.solver import baselines
 from flexray.solver.bound import tightened
 from flexray.solver.cluster import Cluster
+from flexray.solver.cost import CostModel
 from flexray.solver.flexsp import flexsp
 from flexray.solver.plan import Plan
 from flexray.solver.planner import AT_ONCE, Effort, plan_step, warm
@@ -100,12 +101,16 @@ def _planners() -> dict[str, Callable[..., Plan]]:
         return lambda *problem: plan_step(*problem, effort=effort)
 
     return {name: with_effort(effort) for name, effort in EFFORTS.items()} | {
-        "static": lambda *problem: baselines.static(*problem, LONGEST),
+        "static": _static,
         "batch-adaptive": baselines.batch_adaptive,
         "Megatron greedy": baselines.megatron_greedy,
         "Karmarkar-Karp": baselines.karmarkar_karp,
         "FlexSP two-stage": flexsp,
     }
+
+
+def _static(lengths: list[int], cost: CostModel, cluster: Cluster, degrees: list[int]) -> Plan:
+    return baselines.static(lengths, cost, cluster, degrees, LONGEST)
 
 
 def cases(quick: bool) -> Iterator[Case]:

@@ -22,6 +22,7 @@ configurations for the decoder.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -134,10 +135,7 @@ def bucketed(problem: Problem, alone: int, most: int, shortest: bool) -> Buckets
     """
     K = len(problem.lengths)
     alone = min(alone, K)
-    # Cuts between different lengths only, at equal shares of the distinct ones.
-    _, first = np.unique(-problem.lengths[alone:], return_index=True)
-    cuts = [part[0] for part in np.array_split(first, most) if len(part)]
-    starts = np.array([*range(alone), *(alone + c for c in cuts)], np.int64)
+    starts = np.array([*range(alone), *_cuts(problem.lengths, alone, most)], np.int64)
     ends = np.append(starts[1:], K)
     count = ends - starts
     if shortest:
@@ -146,6 +144,28 @@ def bucketed(problem: Problem, alone: int, most: int, shortest: bool) -> Buckets
         length = np.add.reduceat(problem.lengths.astype(np.float64), starts) / count
         time = np.add.reduceat(problem.time, starts, axis=0) / count[:, None]
     return Buckets(length, time, count, [bool(c == 1) for c in count])
+
+
+def _cuts(lengths: Ints, first: int, most: int) -> list[int]:
+    """Where up to `most` buckets of descending `lengths[first:]` start.
+
+    Each time the cut that saves most tokens of rounding down to a bucket's shortest length.
+    """
+    if first == len(lengths):
+        return []
+    heap: list[tuple[int, int, int, int]] = []  # -saved by its best cut, start, cut, end
+
+    def push(start: int, end: int) -> None:
+        saved = np.arange(1, end - start + 1) * (lengths[start:end] - lengths[end - 1])
+        best = int(np.argmax(saved))
+        heapq.heappush(heap, (-int(saved[best]), start, start + best + 1, end))
+
+    push(first, len(lengths))
+    while len(heap) < most and heap[0][0] < 0:
+        _, start, cut, end = heapq.heappop(heap)
+        push(start, cut)
+        push(cut, end)
+    return sorted(start for _, start, _, _ in heap)
 
 
 def propose(problem: Problem, plan: Plan, nodes: int, guard_s: float) -> Configuration | None:

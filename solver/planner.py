@@ -37,7 +37,7 @@ class Effort:
     """
 
     evaluations: int = 15_000_000
-    nodes: int = 5
+    nodes: int = 1
     guard_s: float = 1.0
 
 
