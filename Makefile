@@ -15,6 +15,7 @@ $(VENV)/installed: pyproject.toml constraints-cpu.txt
 	@echo "Installing FlexRay into $(VENV) (a few minutes the first time)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-cpu.txt --editable '.[dev]'
+	@$(BIN)/python -c 'from flexray.solver.planner import warm; warm()' # compiles its kernels
 	@touch $@
 
 train: install ## train the built-in example: 4 CPU ranks, about 2 minutes

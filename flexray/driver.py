@@ -19,7 +19,7 @@ from flexray.datasets.sampler import Sampler
 from flexray.display import Display, StepView
 from flexray.errors import UserError
 from flexray.events import DataEvent, EventLog, GenerationEvent, PlanLog
-from flexray.prefetch import PlannedBatch, PlanRequest, Prefetch
+from flexray.prefetch import PlannedBatch, PlanRequest, Prefetch, warm_planners
 from flexray.preparation import Job
 from flexray.ray_cluster import connected
 from flexray.records import spans, step_event, step_metrics
@@ -72,6 +72,7 @@ class Driver:
                 self._open_logs(stack)
                 self._describe_data()
                 resources = stack.enter_context(connected(self.config.cluster))
+                warm_planners()
                 pool = Pool(resources.gpus, resources.device, self.job.settings, self.job.data)
                 self.pool = stack.enter_context(pool)
                 self._initialize()

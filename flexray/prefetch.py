@@ -16,7 +16,7 @@ from flexray.solver.baselines import batch_adaptive
 from flexray.solver.cluster import Cluster
 from flexray.solver.cost import CostModel
 from flexray.solver.plan import Plan
-from flexray.solver.planner import plan_step
+from flexray.solver.planner import plan_step, warm
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,21 @@ class PlannedBatch:
         """Planned, over the best single static degree."""
         planned_ms = self.plan.planned_ms
         return self.best_single_ms / planned_ms if planned_ms > 0 else 1.0
+
+
+PLANNERS = 2
+"""Processes that plan: with one step planned ahead, two plans are under way at most."""
+
+
+@ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
+def _warm() -> None:
+    warm()
+
+
+def warm_planners() -> None:
+    """Starts the planners' processes and has them load their kernels, without waiting."""
+    for _ in range(PLANNERS):
+        _warm.remote()
 
 
 @ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]

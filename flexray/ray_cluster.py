@@ -14,6 +14,7 @@ import torch
 
 from flexray.config import ClusterSection
 from flexray.errors import UserError
+from flexray.prefetch import PLANNERS
 
 CPU_RANKS = 4
 
@@ -44,8 +45,9 @@ def connected(section: ClusterSection) -> Iterator[Resources]:
         else:
             gpus = torch.cuda.device_count()
             ranks = section.gpus or (CPU_RANKS if section.device == "cpu" or not gpus else gpus)
-            # Ranks may share cores; the planner's tasks and the driver take none.
-            cpus = max(ranks, os.cpu_count() or 1)
+            # Ranks may share cores. Ray keeps as many idle processes as it has CPUs: room for the
+            # planner's, which would else start anew, and load their kernels, for most plans.
+            cpus = max(ranks + PLANNERS, os.cpu_count() or 1)
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
     except ConnectionError as error:
         raise UserError(f"no Ray cluster answers at {address}: {error}") from None
