@@ -307,7 +307,11 @@ def _move(counts, targets, M, J, degrees, N, state):
         normal = 0.0
         for _ in range(12):
             normal += _random(state)
-        targets[m] = max(0.0, targets[m] * (1 + (normal - 6.0) * spread))
+        change = targets[m] * (normal - 6.0) * spread
+        targets[m] = max(0.0, targets[m] + change)
+        other = _below(state, M)
+        if other != m and _random(state) < 0.5:  # another micro-step makes up for it
+            targets[other] = max(0.0, targets[other] - change)
     elif r < 0.985 and len(targets) > M:  # one more micro-step
         counts[M] = counts[m]
         targets[M] = targets[m]

@@ -83,7 +83,7 @@ def anneal(
     return Found(float(ms), Configuration(counts[:M], targets[:M]), assignment, int(tried))
 
 
-def polish(problem: Problem, found: Found, moves: int, seed: int = 0) -> Found:
+def polish(problem: Problem, found: Found, moves: int, heat: float, seed: int = 0) -> Found:
     """The same groups with sequences exchanged between them; never worse."""
     assignment = found.assignment.copy()
     ms = kernels.polish(
@@ -97,7 +97,7 @@ def polish(problem: Problem, found: Found, moves: int, seed: int = 0) -> Found:
         found.configuration.counts,
         assignment,
         moves,
-        1e-4,
+        heat,
         seed,
     )
     return Found(float(ms), found.configuration, assignment, found.tried + moves)
@@ -105,8 +105,9 @@ def polish(problem: Problem, found: Found, moves: int, seed: int = 0) -> Found:
 
 # Sequences x micro-steps beyond which one decoding alone takes a second.
 PACK_ONLY = 20_000_000
-# (configurations kept, share of the effort, heat) of each round of the search.
-ROUNDS = ((8, 0.3, 0.01), (3, 0.3, 0.01), (1, 0.4, 0.005))
+# Of each round of the search: configurations kept, share of the effort, heat of the annealing,
+# places tried for each move of the polish, heat of the polish.
+ROUNDS = ((8, 0.3, 0.01, 200, 1e-4), (3, 0.3, 0.01, 200, 1e-4), (1, 0.4, 0.005, 20, 1e-3))
 
 
 def search(
@@ -118,14 +119,13 @@ def search(
     different starts are worth more than one long annealing.
     """
     pool = [anneal(problem, start, 1) for start in starts]
-    for n, (width, share, heat) in enumerate(ROUNDS):
+    for n, (width, share, heat, places, polish_heat) in enumerate(ROUNDS):
         pool = sorted(pool, key=lambda found: found.ms)[:width]
         each = int(evaluations * share / len(pool))
         for i, found in enumerate(pool):
             better = anneal(problem, found.configuration, each, stop_at, heat, 10 * n + i)
             if math.isfinite(better.ms):
-                # A move costs about as much as trying this many places.
-                better = polish(problem, better, each // 200, 10 * n + i)
+                better = polish(problem, better, each // places, polish_heat, 10 * n + i)
             pool[i] = min(found, better, key=lambda found: found.ms)
             if pool[i].ms <= stop_at:
                 return pool[i]
