@@ -12,6 +12,7 @@ def main() -> None:
 
         app(prog_name="flexray")
     except KeyboardInterrupt:
+        print("Stopped.", file=sys.stderr)
         sys.exit(130)
     except ValueError as error:
         # What was raised in a Ray task arrives wrapped, with its traceback in the text.

@@ -51,7 +51,8 @@ def train(
     All keys are in docs/config.md. What this machine has: flexray doctor. Ctrl-C stops cleanly.
     """
     settings = load_config(config, overrides or [])
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)  # SIGINT too: shells have background jobs ignore it
 
     from flexray.display import Display
 
@@ -84,5 +85,5 @@ def train(
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """SIGTERM ends a run as Ctrl-C does."""
+    """Both signals end a run as Ctrl-C does."""
     raise KeyboardInterrupt
