@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test lint clean
+.PHONY: help install train test fuzz lint clean
 
 help: ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -23,6 +23,9 @@ train: install ## train the built-in example: 4 CPU ranks, about 2 minutes
 
 test: install ## run all tests
 	@$(BIN)/python -m pytest
+
+fuzz: install ## plan and verify 10,000 random problems: minutes
+	@FLEXRAY_FUZZ=10000 $(BIN)/python -m pytest tests/solver/test_planner.py -k any_instance
 
 lint: install ## formatting, lint and types
 	@$(BIN)/ruff format --check .

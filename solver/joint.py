@@ -34,6 +34,9 @@ from flexray.solver.plan import Plan
 from flexray.solver.problem import Floats, Ints, Problem
 from flexray.solver.search import Configuration
 
+# Most levels of a proposal: a plan of many micro-steps has many of about one time.
+LEVELS = 8
+
 
 @dataclass(frozen=True)
 class Buckets:
@@ -174,8 +177,9 @@ def propose(problem: Problem, plan: Plan, nodes: int, guard_s: float) -> Configu
     None if none was found within `nodes` and `guard_s`.
     """
     made = np.array([m.planned_ms - problem.micro_step_ms for m in plan.micro_steps])
+    picked = np.linspace(0, len(made) - 1, min(len(made), LEVELS)).astype(int)
     # Rounded up, so that what the plan holds fits the model too.
-    levels = np.unique(np.ceil(np.outer(made, (0.95, 1.0)).ravel() * 1e3 + 1) / 1e3)
+    levels = np.unique(np.ceil(made[picked] * 1e3 + 1) / 1e3)
     buckets = bucketed(problem, alone=4, most=6, shortest=False)
     model = JointModel(problem, buckets, levels, levels, len(made) + 1, whole_from=1)
     if not model.solve(nodes, guard_s, gap=0.02).feasible:

@@ -21,6 +21,8 @@ from flexray.solver.kernel_cache import kernel
 INF = np.inf
 # Making and listing a configuration costs about as much as trying this many places.
 DECODE = 400
+# Looking for room in this many groups costs as much as trying a place.
+LOOKS = 16
 BULK = 0.85
 
 
@@ -205,7 +207,9 @@ def decode(
                         rise = load[at[i]] - room
                         break
                 if position < 0:
+                    tried += (start[p + 1] - start[p]) // LOOKS
                     continue
+            tried += (position - start[p]) // LOOKS
             w = work[k, j]
             if rise < best_rise - 1e-9 or (
                 rise < best_rise + 1e-9

@@ -31,12 +31,12 @@ class Effort:
 
     Attributes:
         evaluations: places that the search tries (about 20 ns each) for up to 512 sequences;
-            proportionally more, at most fourfold, for more.
+            proportionally more, at most sixfold, for more.
         nodes: branch-and-bound nodes of the joint MILP; 0 leaves it out.
         guard_s: wall time that the MILP never exceeds.
     """
 
-    evaluations: int = 15_000_000
+    evaluations: int = 17_000_000
     nodes: int = 1
     guard_s: float = 1.0
 
@@ -94,7 +94,7 @@ def _plan(problem: Problem, effort: Effort, cached: Collection[tuple[int, ...]])
         return best
 
     # Larger batches have more to decide.
-    evaluations = int(effort.evaluations * min(4.0, max(1.0, len(problem.lengths) / 512)))
+    evaluations = int(effort.evaluations * min(6.0, max(1.0, len(problem.lengths) / 512)))
     stop_at = bound * (1 + 1e-9)
     starts = [like(problem, best)]
     starts += [f.configuration for f in greedy(problem, evaluations // 10)]

@@ -106,7 +106,7 @@ def polish(problem: Problem, found: Found, moves: int, heat: float, seed: int = 
 # Sequences x micro-steps beyond which one decoding alone takes a second.
 PACK_ONLY = 20_000_000
 # Of each round of the search: configurations kept, share of the effort, heat of the annealing,
-# places tried for each move of the polish, heat of the polish.
+# places tried that a move of the polish counts as on up to 64 GPUs, heat of the polish.
 ROUNDS = ((8, 0.3, 0.01, 200, 1e-4), (3, 0.3, 0.01, 200, 1e-4), (1, 0.4, 0.005, 20, 1e-3))
 
 
@@ -125,7 +125,8 @@ def search(
         for i, found in enumerate(pool):
             better = anneal(problem, found.configuration, each, stop_at, heat, 10 * n + i)
             if math.isfinite(better.ms):
-                better = polish(problem, better, each // places, polish_heat, 10 * n + i)
+                moves = each // (places * max(1, problem.cluster.gpus // 64))
+                better = polish(problem, better, moves, polish_heat, 10 * n + i)
             pool[i] = min(found, better, key=lambda found: found.ms)
             if pool[i].ms <= stop_at:
                 return pool[i]
