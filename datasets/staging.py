@@ -5,12 +5,12 @@ from __future__ import annotations
 import fcntl
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
 from flexray.datasets.errors import CorpusError
-from flexray.datasets.manifest import MANIFEST_NAME
+from flexray.datasets.manifest import MANIFEST_NAME, Manifest
 
 LOCK_NAME = ".writing"
 
@@ -19,10 +19,31 @@ def check_free(out: Path, overwrite: bool) -> None:
     """Refuse an `out` that holds anything, but for a corpus that may be overwritten."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
-    if not (out / MANIFEST_NAME).is_file():
-        raise CorpusError(f"{out}: exists and is not a corpus; choose another output folder")
+    if problem := _foreign(out):
+        raise CorpusError(
+            f"{out}: is not a corpus ({problem}), not overwritten; choose another output folder"
+        )
     if not overwrite:
         raise CorpusError(f"{out}: holds a corpus already; choose another folder, or --overwrite")
+
+
+def _foreign(out: Path) -> str | None:
+    """Why `out` is not, or not only, what FlexRay wrote: many things have a manifest.json."""
+    if not out.is_dir():
+        return "a file"
+    try:
+        own = _own_files(out)
+    except (CorpusError, OSError):
+        return f"it has no {MANIFEST_NAME} that says what is FlexRay's"
+    for path in sorted(out.iterdir()):
+        if path.name not in own or path.is_dir():
+            return f"it holds {path.name}"
+    return None
+
+
+def _own_files(folder: Path) -> list[str]:
+    """Names in a corpus folder that FlexRay wrote; the manifest, which says so, is last."""
+    return [*(entry.name for entry in Manifest.read(folder).files), LOCK_NAME, MANIFEST_NAME]
 
 
 @contextmanager
@@ -53,12 +74,11 @@ def staged_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
             check_free(out, overwrite)
             if overwrite and out.exists():
                 old = out.with_name(partial + uuid4().hex)
-                (
-                    out / LOCK_NAME
-                ).touch()  # held by nobody: if this process dies, the next cleans up
+                # Held by nobody: if this process dies, the next cleans up.
+                (out / LOCK_NAME).touch()
                 out.rename(old)
                 folder.rename(out)
-                shutil.rmtree(old, ignore_errors=True)
+                _remove(old)
             else:
                 try:
                     folder.rename(out)
@@ -83,6 +103,19 @@ def _remove_if_abandoned(folder: Path) -> None:
     try:
         with (folder / LOCK_NAME).open("r+") as lock:
             if _try_lock(lock.fileno()):
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder)
     except FileNotFoundError:
         return  # just renamed or removed by its owner
+
+
+def _remove(folder: Path) -> None:
+    """Remove a corpus or a part of one; what somebody put beside its files meanwhile stays."""
+    try:
+        own = _own_files(folder)
+    except CorpusError:  # it never was an `out` that anybody could see
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    with suppress(OSError):
+        for name in own:
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()

@@ -119,6 +119,56 @@ def test_other_folders_are_never_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "thesis" / "chapter").read_text() == "years of work"
 
 
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_manifest_alone_makes_no_corpus(tmp_path: Path) -> None:
+    """Web apps and browser extensions have a manifest.json too."""
+    (tmp_path / "a.txt").write_text("a")
+    app = tmp_path / "app"
+    app.mkdir()
+    (app / "manifest.json").write_text('{"name": "my app"}')
+    (app / "index.html").write_text("years of work")
+    before = files(app)
+    for overwrite in (True, False):
+        with pytest.raises(CorpusError, match="app: is not a corpus .*not overwritten"):
+            annotate([tmp_path / "a.txt"], app, "bytes", overwrite=overwrite)
+    assert files(app) == before
+    assert sorted(names(tmp_path)) == ["a.txt", "app"]
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "part-00001.arrow", "plots/loss.png", ".git/HEAD"])
+def test_a_corpus_with_something_beside_it_is_kept(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    out = tmp_path / "out"
+    annotate([tmp_path / "a.txt"], out, "bytes")
+    (out / name).parent.mkdir(exist_ok=True)
+    (out / name).write_text("mine")
+    before = files(out)
+    with pytest.raises(CorpusError, match=f"not a corpus .*{name.split('/')[0]}.*not overwritten"):
+        annotate([tmp_path / "a.txt"], out, "bytes", overwrite=True)
+    assert files(out) == before
+
+
+def test_what_is_put_there_while_it_is_written_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    out = tmp_path / "out"
+    annotate([tmp_path / "a.txt"], out, "bytes")
+    with pytest.raises(CorpusError, match="not overwritten"), staged_folder(out, overwrite=True):
+        (out / "notes.txt").write_text("mine")
+    assert (out / "notes.txt").read_text() == "mine"
+    assert Corpus.open(out).rows == 1
+
+
+def test_a_dead_overwriter_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("bb")
+    annotate([tmp_path / "b.txt"], tmp_path / "out", "bytes")
+    (tmp_path / "out" / ".writing").touch()  # it died just before it moved the folder away
+    annotate([tmp_path / "b.txt"], tmp_path / "out", "bytes", overwrite=True)
+    assert sorted(names(tmp_path)) == ["b.txt", "out"]
+
+
 def test_an_empty_folder_may_become_the_corpus(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     (tmp_path / "out").mkdir()
@@ -126,13 +176,13 @@ def test_an_empty_folder_may_become_the_corpus(tmp_path: Path) -> None:
 
 
 def test_the_second_of_two_at_once_is_refused(tmp_path: Path) -> None:
-    out = tmp_path / "out"
+    (tmp_path / "theirs.txt").write_text("theirs")
+    out = tmp_path / "corpora" / "out"
     with pytest.raises(CorpusError, match="holds a corpus already"), staged_folder(out) as mine:
-        with staged_folder(out) as theirs:
-            (theirs / "manifest.json").write_text("theirs")
+        annotate([tmp_path / "theirs.txt"], out, "bytes")
         (mine / "manifest.json").write_text("mine")
-    assert (out / "manifest.json").read_text() == "theirs"
-    assert names(tmp_path) == ["out"]
+    assert Corpus.open(out).lengths.tolist() == [6]
+    assert names(out.parent) == ["out"]
 
 
 def test_others_may_read_it(tmp_path: Path) -> None:
