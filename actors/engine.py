@@ -95,7 +95,7 @@ class Engine:
         self.read_row = read_row
         self.generation, self.rank, self.world = generation, rank, world
         self.device = torch.device(device)
-        self.backend = choose_backend(settings.attention, settings.compute_dtype)
+        self.backend = choose_backend(settings.attention, settings.compute_dtype, self.device)
         self.watch = Stopwatch(self.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -108,9 +108,14 @@ class Engine:
             timeout=timedelta(seconds=settings.timeout_s),
         )
         self.gangs = GangCache(rank, store, self.device, settings.timeout_s, self.watch)
-        self.model = self._build()
-        self.optimizer = self._optimizer()
+        self.updates = 0  # optimizer steps made; steps without a label make none
         self._ended: float | None = None
+        try:
+            self.model = self._build()
+            self.optimizer = self._optimizer()
+        except BaseException:
+            self.leave()
+            raise
 
     def run_step(self, work: RankStep) -> StepReport:
         """One whole step: micro-steps, clipping, optimizer.
@@ -128,7 +133,7 @@ class Engine:
             torch.cuda.reset_peak_memory_stats(self.device)
         made = self.gangs.apply(work.changes)
         loss, reports = self.accumulate(work)
-        norm = self.update(work.step) if work.label_tokens else 0.0
+        norm = self.update() if work.label_tokens else 0.0
         self._ended = time.perf_counter()
         return StepReport(
             step=work.step,
@@ -166,8 +171,8 @@ class Engine:
             )
         return loss_sum, reports
 
-    def update(self, step: int) -> float:
-        """Clips by the global norm and makes the optimizer's step number `step` (from 1).
+    def update(self) -> float:
+        """Clips by the global norm and makes one optimizer step.
 
         Returns the norm before clipping.
         """
@@ -175,7 +180,8 @@ class Engine:
         total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         norm = total.full_tensor() if isinstance(total, DTensor) else total
         torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.clip_norm, norm)
-        warmup = min(1.0, step / max(1, self.settings.warmup_steps))
+        self.updates += 1
+        warmup = min(1.0, self.updates / max(1, self.settings.warmup_steps))
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.learning_rate * warmup
         self.optimizer.step()
@@ -233,7 +239,7 @@ class Engine:
         gang = self.gangs.get(part.ranks)
         sequences = [self.read_row(row) for row in part.rows]
         shard = make_shard(sequences or EMPTY_PACK, gang.degree, gang.rank, self.device)
-        self.watch.read()
+        self.watch.clear()
         with self.watch.span("forward"):
             loss = (
                 self.model(

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -53,8 +52,9 @@ def model_config(
             hf_config = AutoConfig.for_model(**keys)
     except ModelRefused:
         raise
-    except (StrictDataclassError, ValueError, OSError, TypeError) as error:
-        raise ModelRefused(f"model: {' '.join(str(error).split())}") from None
+    except Exception as error:  # whatever a configuration's own checks raise
+        missing = "missing key " if isinstance(error, KeyError) else ""
+        raise ModelRefused(f"model: {missing}{' '.join(str(error).split())}") from None
     check_config(hf_config)
     return hf_config
 

@@ -42,7 +42,6 @@ class Borders:
         self.cu_seqlens = (0, *accumulate(lengths))
         self.spans = tuple(pairwise(self.cu_seqlens))
         self.longest = max(lengths, default=0)
-        self.squares = sum(n * n for n in lengths)
         self._tensors: dict[torch.device, torch.Tensor] = {}
 
     @property

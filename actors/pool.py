@@ -14,7 +14,7 @@ from typing import Self
 
 import ray
 import torch.distributed as dist
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from flexray.actors.engine import EngineSettings
 from flexray.actors.work import RankStep, StepReport
@@ -65,11 +65,9 @@ class Pool:
         """
         check_resources(size, device)
         environment = {
-            # One thread a rank on CPUs; NCCL keeps the order in which we issue collectives, and
-            # errors are ours to handle.
+            # One thread a rank on CPUs; NCCL keeps the order in which we issue collectives.
             "OMP_NUM_THREADS": "1",
             "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         }
@@ -89,7 +87,10 @@ class Pool:
         Raises PoolError when an actor dies or does not start in time.
         """
         places = self.wait([worker.place.remote() for worker in self._workers], "start")
-        order = sorted(range(len(places)), key=lambda i: (places[i].node, places[i].gpu))
+        order = sorted(
+            range(len(places)),
+            key=lambda i: (places[i].node, len(places[i].gpu), places[i].gpu),  # 2 before 10
+        )
         self._workers = [self._workers[i] for i in order]
         return tuple(places[i] for i in order)
 
@@ -113,7 +114,8 @@ class Pool:
     def wait(self, calls: Sequence[ray.ObjectRef], what: str) -> list:
         """The results of calls to all ranks, in rank order.
 
-        Raises PoolError, naming the rank, as soon as one of them fails.
+        Raises PoolError, naming the rank, as soon as one of them fails; ImpossibleRequest for
+        settings that only the actors could find wrong, before the first step.
         """
         pending = list(calls)
         while pending:
@@ -123,15 +125,17 @@ class Pool:
                 raise PoolError(f"{len(pending)} of {len(calls)} actors did not {what} in time")
             try:
                 ray.get(done[0], timeout=0)
-            except RayActorError as error:
-                rank = calls.index(done[0])
-                reason = str(error).strip().splitlines()[0]
-                raise PoolError(f"rank {rank} died during {what}: {reason}") from None
-            except RayTaskError as error:
-                rank = calls.index(done[0])
-                raise PoolError(f"rank {rank} failed during {what}: {error}") from None
             except GetTimeoutError:
                 pending.append(done[0])
+            except RayTaskError as error:
+                if what != "step" and isinstance(error.cause, ValueError):
+                    raise ImpossibleRequest(_one_line(error.cause)) from None
+                rank, why = calls.index(done[0]), _one_line(error.cause)
+                raise PoolError(f"rank {rank} failed during {what}: {why}") from None
+            except RayError as error:
+                # Of an error in the actor's constructor Ray tells the traceback; its end is it.
+                why = str(error).strip().splitlines()[-1 if what == "start" else 0]
+                raise PoolError(f"rank {calls.index(done[0])} died during {what}: {why}") from None
         return ray.get(list(calls))
 
     def __enter__(self) -> Self:
@@ -142,6 +146,11 @@ class Pool:
         for worker in self._workers:
             ray.kill(worker)
         self._workers = []
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
 def check_resources(size: int, device: str) -> None:

@@ -58,9 +58,13 @@ class Stopwatch:
             name: sum(_between(start, stop) for start, stop in spans)
             for name, spans in self._spans.items()
         }
+        self.clear()
+        return times
+
+    def clear(self) -> None:
+        """Forgets all spans."""
         self._spans.clear()
         self._open.clear()
-        return times
 
 
 def _between(start: Any, stop: Any) -> float:

@@ -41,7 +41,7 @@ class Place:
 
     pid: int
     node: str  # Ray's node id
-    gpu: int  # index on its node; the process itself sees it as device 0
+    gpu: str  # its name on the node, an index or a UUID; the process sees it as device 0
     device_name: str  # empty on CPUs
     memory_mb: float  # of the GPU, or of the whole node on CPUs
     cores: int  # of the node
@@ -76,7 +76,7 @@ class Worker:
         return Place(
             pid=os.getpid(),
             node=context.get_node_id(),
-            gpu=int(gpus[0]) if gpus else 0,
+            gpu=str(gpus[0]) if gpus else "",
             device_name=name,
             memory_mb=memory / 2**20,
             cores=os.cpu_count() or 1,

@@ -42,7 +42,7 @@ class StepView:
     """What is shown of one step.
 
     Attributes:
-        loss: not finite where the step had no label.
+        loss: 0 where the step had no label.
         plan: degrees of each micro-step, such as `4 | 2 1 1`.
         speedup: planned, over the best single static degree.
         plan_wait_ms: how long the driver waited for the plan.

@@ -72,6 +72,7 @@ class Driver:
                 self._open_logs(stack)
                 self._describe_data()
                 resources = stack.enter_context(connected(self.config.cluster))
+                self.job.check_device(resources.device)
                 warm_planners()
                 pool = Pool(resources.gpus, resources.device, self.job.settings, self.job.data)
                 self.pool = stack.enter_context(pool)
@@ -118,6 +119,7 @@ class Driver:
         self.calibrator = Calibrator(job.cost(places))
         job.check_longest(self.calibrator.cost, places)
         self.degrees = job.degrees(len(places))
+        job.check_communicators(self.degrees)
         self.cluster = cluster_of(places)
         self.communicators = CommunicatorCache(self.config.planner.communicators_per_rank)
         train = self.config.train

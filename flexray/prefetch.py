@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from flexray.actors.pool import PoolError
 from flexray.datasets.documents import Documents
 from flexray.datasets.sampler import Sampler
 from flexray.solver.baselines import batch_adaptive
@@ -108,6 +109,8 @@ class Prefetch:
             plan, best_single_ms = ray.get(call)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
+        except ray.exceptions.RayError as error:  # Ray has tried three times
+            raise PoolError(f"the plan of step {batch.step} was lost: {error}") from None
         waited = time.perf_counter() - began
         self._fill()
         return PlannedBatch(batch, plan, best_single_ms, waited)

@@ -68,6 +68,24 @@ class Job:
             )
         return chosen
 
+    def check_device(self, device: str) -> None:
+        """Raises UserError for an attention backend that cannot run on `device`."""
+        wanted, dtype = self.config.model.attention, self.config.train.dtype
+        if wanted not in ("auto", "sdpa") and (device != "cuda" or dtype != "bfloat16"):
+            raise UserError(
+                f"model.attention={wanted} needs a GPU and train.dtype=bfloat16, and this run has "
+                f"{device} and {dtype}: use auto or sdpa"
+            )
+
+    def check_communicators(self, degrees: tuple[int, ...]) -> None:
+        """Raises UserError when a rank may not hold one communicator of each degree."""
+        limit, need = self.config.planner.communicators_per_rank, sum(d > 1 for d in degrees)
+        if limit < need:
+            raise UserError(
+                f"planner.communicators_per_rank={limit} is less than the {need} degrees above 1 "
+                f"({list(degrees)}): raise it or limit planner.degrees"
+            )
+
     def cost(self, places: tuple[Place, ...]) -> CostModel:
         """The cost model that the run starts with: a preset's, or estimated from shapes."""
         planner = self.config.planner
@@ -138,7 +156,18 @@ def prepare(config: Config) -> Job:
             f"vocabulary has {hf_config.vocab_size}: set model.config.vocab_size, or annotate with "
             "the model's tokenizer"
         )
-    return Job(config, hf_config, parameters, data, documents)
+    if not documents.label_tokens.any():
+        raise UserError(
+            f"{path}: no sequence of up to {config.data.max_length} tokens has a token to predict: "
+            "raise data.max_length or look at the corpus's labels"
+        )
+    if (folder := config.model.path) is not None and not any(folder.glob("*.safetensors")):
+        raise UserError(f"{folder}: no *.safetensors file to take the weights from")
+    if config.planner.preset != "auto":
+        load_preset(config.planner.preset)
+    job = Job(config, hf_config, parameters, data, documents)
+    job.degrees(hf_config.num_attention_heads)  # allowed ones that no cluster makes legal
+    return job
 
 
 def _slowest(places: tuple[Place, ...]) -> estimate.Device:

@@ -44,13 +44,14 @@ def connected(section: ClusterSection) -> Iterator[Resources]:
             ray.init(address=address, **quiet)
         else:
             gpus = torch.cuda.device_count()
-            ranks = section.gpus or (CPU_RANKS if section.device == "cpu" or not gpus else gpus)
+            ranks = ranks_of(section, CPU_RANKS if section.device == "cpu" or not gpus else gpus)
             # Ranks may share cores. Ray keeps as many idle processes as it has CPUs: room for the
             # planner's, which would else start anew, and load their kernels, for most plans.
             cpus = max(ranks + PLANNERS, os.cpu_count() or 1)
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
-    except ConnectionError as error:
-        raise UserError(f"no Ray cluster answers at {address}: {error}") from None
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = f"no Ray cluster answers at {address}" if address else "Ray did not start here"
+        raise UserError(f"{where}: {' '.join(str(error).split())}") from None
     # Ray puts its own in place, which ends the process without a clean-up.
     signal.signal(signal.SIGTERM, on_sigterm)
     try:
@@ -64,5 +65,11 @@ def _resources(section: ClusterSection) -> Resources:
     if section.device == "cuda" and not gpus:
         raise UserError("cluster.device=cuda, but the Ray cluster has no GPU: use cpu or auto")
     if section.device == "cpu" or not gpus:
-        return Resources("cpu", section.gpus or CPU_RANKS)
-    return Resources("cuda", section.gpus or gpus)
+        return Resources("cpu", ranks_of(section, CPU_RANKS))
+    return Resources("cuda", ranks_of(section, gpus))
+
+
+def ranks_of(section: ClusterSection, default: int) -> int:
+    """cluster.gpus, or the default within the limits."""
+    most = min(section.max_gpus or default, default)
+    return section.gpus or max(section.min_gpus or 1, most)

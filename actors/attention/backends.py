@@ -105,42 +105,43 @@ class Backend:
 @cache
 def available_backends() -> list[Backend]:
     """All backends in order of preference, as this machine has them."""
-    cuda = torch.cuda.is_available()
-    has_flash = importlib.util.find_spec("flash_attn") is not None
+    missing = "" if torch.cuda.is_available() else "needs CUDA"
+    flash_fault = _flash_fault() or missing
     has_varlen = "window_size" in _varlen_parameters()
+    varlen_fault = missing if has_varlen else "this torch has no causal varlen_attn"
     return [
-        Backend(
-            "flash",
-            cuda and has_flash,
-            "flash-attn's varlen kernel"
-            if cuda and has_flash
-            else ("needs CUDA" if has_flash else "flash-attn is not installed (extra: gpu)"),
-        ),
-        Backend(
-            "varlen",
-            cuda and has_varlen,
-            "torch.nn.attention.varlen"
-            if cuda and has_varlen
-            else ("needs CUDA" if has_varlen else "this torch has no causal varlen_attn"),
-        ),
+        Backend("flash", not flash_fault, flash_fault or "flash-attn's varlen kernel"),
+        Backend("varlen", not varlen_fault, varlen_fault or "torch.nn.attention.varlen"),
         Backend("sdpa", True, "scaled_dot_product_attention, one call a sequence"),
     ]
 
 
-def choose_backend(wanted: str, dtype: torch.dtype) -> str:
-    """The backend's name for `wanted` ("auto" or a name) and the compute dtype.
+def _flash_fault() -> str:
+    """Why flash-attn cannot be used, if so. Built for another torch, it fails when imported."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return "flash-attn is not installed (extra: gpu)"
+    if torch.cuda.is_available():
+        try:
+            from flash_attn import flash_attn_varlen_func  # noqa: F401
+        except Exception as error:  # whatever a broken build raises
+            return f"flash-attn cannot be imported: {' '.join(str(error).split())}"
+    return ""
+
+
+def choose_backend(wanted: str, dtype: torch.dtype, device: torch.device) -> str:
+    """The backend's name for `wanted` ("auto" or a name), the compute dtype and the device.
 
     Raises ValueError when a backend asked for by name cannot run here.
     """
     half = dtype in (torch.bfloat16, torch.float16)
     for backend in available_backends():
-        fits = backend.usable and (half or backend.name == "sdpa")
+        fits = backend.name == "sdpa" or (backend.usable and half and device.type == "cuda")
         if wanted == "auto" and fits:
             return backend.name
         if wanted == backend.name:
             if fits:
                 return wanted
-            why = backend.why if not backend.usable else f"it has no {dtype} kernel"
+            why = f"it has no {dtype} kernel on {device.type}" if backend.usable else backend.why
             raise ValueError(
                 f"model.attention={wanted} cannot be used here: {why}; use auto or sdpa"
             )

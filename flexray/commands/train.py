@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Annotated
 import typer
 
 from flexray.config import load_config
+from flexray.errors import UserError
 
 
 def train(
@@ -58,16 +60,18 @@ def train(
 
     with Display() as display:
         display.message("Starting (loading torch, checking the model, opening the corpus)")
+        from flexray.datasets.errors import CorpusError
         from flexray.driver import Driver, RunFailed
         from flexray.preparation import prepare
         from flexray.run_directory import RunDirectory
+        from flexray.solver.plan import PlanningError
 
         job = prepare(settings)
         run = RunDirectory.create(settings.run.dir, settings.run.name)
         driver = Driver(job, run, display)
         try:
             driver.train()
-        except ValueError:
+        except (UserError, CorpusError, PlanningError):
             if not driver.steps_done:  # the user's to put right: the name stays free
                 shutil.rmtree(run.path, ignore_errors=True)
             raise
@@ -78,12 +82,15 @@ def train(
             display.message(
                 f"Stopped after {driver.steps_done} of {settings.train.steps} steps; every process "
                 f"of the run has ended. Plans and losses are in {run.path}. To train again from "
-                f"the start: flexray train {run.config_path} --set run.name=NEW_NAME"
+                f"the start: flexray train {shlex.quote(str(run.config_path))} "
+                "--set run.name=NEW_NAME"
             )
             raise typer.Exit(130) from None
         display.message(f"Done: {driver.steps_done} steps, loss {driver.loss:.4f}. Run: {run.path}")
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Both signals end a run as Ctrl-C does."""
+    """Both signals end a run as Ctrl-C does; a second one does not break off the clean-up."""
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, signal.SIG_IGN)
     raise KeyboardInterrupt

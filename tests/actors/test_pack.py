@@ -87,7 +87,7 @@ def test_borders():
     borders = Borders([3, 1, 4])
     assert borders.cu_seqlens == (0, 3, 4, 8)
     assert borders.spans == ((0, 3), (3, 4), (4, 8))
-    assert (borders.tokens, borders.longest, borders.squares) == (8, 4, 26)
+    assert (borders.tokens, borders.longest) == (8, 4)
     tensor = borders.on(torch.device("cpu"))
     assert tensor.dtype == torch.int32
     assert tensor.tolist() == [0, 3, 4, 8]

@@ -6,9 +6,11 @@ import pytest
 
 from flexray import estimate
 from flexray.actors.worker import Place
-from flexray.config import load_config
+from flexray.config import ClusterSection, load_config
+from flexray.datasets.annotate import annotate
 from flexray.errors import UserError
 from flexray.preparation import prepare
+from flexray.ray_cluster import ranks_of
 from flexray.solver.plan import PlanningError
 
 
@@ -18,7 +20,7 @@ def job(*overrides):
 
 def places(*nodes, memory_mb=4096.0, device_name=""):
     return tuple(
-        Place(pid, node, 0, device_name, memory_mb, cores=2) for pid, node in enumerate(nodes)
+        Place(pid, node, "0", device_name, memory_mb, cores=2) for pid, node in enumerate(nodes)
     )
 
 
@@ -32,6 +34,7 @@ def places(*nodes, memory_mb=4096.0, device_name=""):
         ("model.config.num_attention_heads=5", "not a multiple of the number of attention heads"),
         ("model.config.vocab_size=100", "set model.config.vocab_size"),
         ("model.path=/nowhere", "/nowhere"),
+        ("model.config.rope_parameters={rope_type: llama3, rope_theta: 1.0e4}", "missing key"),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_one_line(setting, words):
@@ -53,15 +56,13 @@ def test_degrees_are_legal_ones_that_the_config_allows():
     assert job().degrees(4) == (1, 2, 4)  # 4 query heads, 2 key/value heads
     assert job().degrees(3) == (1, 2)
     assert job("planner.degrees=[2,3]").degrees(4) == (2,)
-    with pytest.raises(PlanningError, match=r"planner.degrees=\[3\].*\[1, 2, 4\]"):
-        job("planner.degrees=[3]").degrees(4)
+    with pytest.raises(PlanningError, match=r"planner.degrees=\[4\].*\[1, 2\]"):
+        job("planner.degrees=[4]").degrees(3)
 
 
 def test_a_preset_replaces_the_estimate():
     preset = job("planner.preset=gpt-7b-a100-40g").cost(places(*"aaaa"))
     assert preset.quadratic == 5.128e-6
-    with pytest.raises(UserError, match="gpt-7b-a100-40g"):
-        job("planner.preset=gpt-7b").cost(places(*"aaaa"))
 
 
 def test_the_estimate_counts_operations():
@@ -86,3 +87,44 @@ def test_the_estimate_counts_operations():
     assert cost.exchange_mb_per_token * 2**20 == 2 * 16 * (2 * 32 + 2 * 8) * 64 * 2
     assert cost.state_mb * 2**20 == 16e9
     assert cost.capacity(8) > cost.capacity(4) > 0
+
+
+def test_settings_that_cannot_work_together_are_found_early():
+    with pytest.raises(PlanningError, match=r"planner.degrees=\[3\]"):
+        job("planner.degrees=[3]")
+    with pytest.raises(UserError, match="gpt-7b"):
+        job("planner.preset=gpt-7b")
+    with pytest.raises(UserError, match=r"attention=flash needs a GPU.*cpu and float32"):
+        job("model.attention=flash").check_device("cpu")
+    job("model.attention=flash", "train.dtype=bfloat16").check_device("cuda")
+    few = job("planner.communicators_per_rank=1")
+    with pytest.raises(UserError, match="less than the 2 degrees above 1"):
+        few.check_communicators((1, 2, 4))
+    few.check_communicators((1, 2))
+
+
+def test_data_without_a_label_is_refused(tmp_path):
+    (tmp_path / "one.txt").write_text("x")
+    annotate([tmp_path / "one.txt"], tmp_path / "corpus", "bytes")
+    with pytest.raises(UserError, match="no sequence of up to 3072 tokens has a token to predict"):
+        job(f"data.corpus={tmp_path / 'corpus'}")
+
+
+def test_a_folder_without_weights_is_refused(tmp_path):
+    job().model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"no \*\.safetensors file"):
+        job(f"model.path={tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("limits", "ranks"),
+    [
+        ({}, 4),
+        ({"min_gpus": 8}, 8),
+        ({"max_gpus": 2}, 2),
+        ({"min_gpus": 2, "max_gpus": 8}, 4),
+        ({"gpus": 3, "max_gpus": 8}, 3),
+    ],
+)
+def test_a_given_limit_bounds_the_default_number_of_ranks(limits, ranks):
+    assert ranks_of(ClusterSection(**limits), 4) == ranks
