@@ -132,7 +132,7 @@ def test_a_manifest_alone_makes_no_corpus(tmp_path: Path) -> None:
     (app / "index.html").write_text("years of work")
     before = files(app)
     for overwrite in (True, False):
-        with pytest.raises(CorpusError, match="app: is not a corpus .*not overwritten"):
+        with pytest.raises(CorpusError, match=r"app: is not a corpus .*not overwritten"):
             annotate([tmp_path / "a.txt"], app, "bytes", overwrite=overwrite)
     assert files(app) == before
     assert sorted(names(tmp_path)) == ["a.txt", "app"]
