@@ -30,13 +30,13 @@ class Effort:
     """How much to search.
 
     Attributes:
-        evaluations: places that the search tries (about 20 ns each) for up to 512 sequences;
-            proportionally more, at most sixfold, for more.
+        evaluations: places that the search tries (about 20 ns each) for 128 to 512 sequences;
+            proportionally more, at most sixfold, for more, and less, at least an eighth, for fewer.
         nodes: branch-and-bound nodes of the joint MILP; 0 leaves it out.
         guard_s: wall time that the MILP never exceeds.
     """
 
-    evaluations: int = 17_000_000
+    evaluations: int = 15_000_000
     nodes: int = 1
     guard_s: float = 1.0
 
@@ -94,7 +94,8 @@ def _plan(problem: Problem, effort: Effort, cached: Collection[tuple[int, ...]])
         return best
 
     # Larger batches have more to decide.
-    evaluations = int(effort.evaluations * min(6.0, max(1.0, len(problem.lengths) / 512)))
+    K = len(problem.lengths)
+    evaluations = int(effort.evaluations * max(min(1.0, max(1 / 8, K / 128)), min(6.0, K / 512)))
     stop_at = bound * (1 + 1e-9)
     starts = [like(problem, best)]
     starts += [f.configuration for f in greedy(problem, evaluations // 10)]
