@@ -73,8 +73,9 @@ def plan(
 
     Shows every micro-step, how far the plan is from the best possible, and
     how much faster it is than one group size for all. Over-long rows are
-    removed first, then the file is cut into batches; rows are numbered by
-    their position in the batch.
+    removed first, then the file is cut into batches. Rows are numbered from
+    0: over-long rows by their position in the input, all others by their
+    position in the batch.
 
     Examples:
 
@@ -111,7 +112,10 @@ def plan(
                 )
                 for row in over_long
             ),
-            *result.dropped,
+            *(
+                replace(dropped, why=f"row {dropped.row} of the batch has no token")
+                for dropped in result.dropped
+            ),
         ),
     )
     if plot is not None:
@@ -119,8 +123,15 @@ def plan(
     if as_json:
         typer.echo(json.dumps(result.to_dict()))
         return
-    longest = int(lengths[rows].max()) if len(rows) else 0
-    _show(result, lengths[batch_rows].tolist(), longest, cost, cluster, allowed)
+    if result.micro_steps:
+        longest = int(lengths[rows].max())
+        _show(result, lengths[batch_rows].tolist(), longest, cost, cluster, allowed)
+    else:
+        typer.echo("nothing is left to plan")
+    for left_out in result.dropped[:10]:
+        typer.echo(f"left out: {left_out.why} (length {left_out.length})")
+    if len(result.dropped) > 10:
+        typer.echo(f"left out: {len(result.dropped) - 10} more rows (--json lists all)")
 
 
 def _degrees(
@@ -207,7 +218,3 @@ def _show(
                 f"{other.planned_ms / plan.planned_ms:.2f}x as fast as {name} "
                 f"({other.planned_ms:,.1f} ms: {other.summary})"
             )
-    for dropped in plan.dropped[:10]:
-        console.print(f"left out: row {dropped.row} of length {dropped.length}: {dropped.why}")
-    if len(plan.dropped) > 10:
-        console.print(f"left out: {len(plan.dropped) - 10} more rows (--json lists all)")

@@ -47,7 +47,7 @@ def test_json_is_the_documented_schema(run) -> None:
     assert list(data) == [
         "planned_ms", "lower_bound_ms", "gap", "solve_s", "method", "dropped", "micro_steps",
     ]  # fmt: skip
-    assert data["dropped"] == [{"row": 2, "length": 0, "why": "zero length"}]
+    assert data["dropped"] == [{"row": 2, "length": 0, "why": "row 2 of the batch has no token"}]
     group = data["micro_steps"][0]["groups"][0]
     assert list(group) == ["degree", "ranks", "rows", "lengths", "tokens", "planned_ms"]
     assert group["tokens"] == sum(group["lengths"])
@@ -103,6 +103,47 @@ def test_over_long_rows_go_first_then_batches_are_cut(run) -> None:
 def test_without_a_limit_rows_over_the_cluster_can_be_dropped(run) -> None:
     data = json.loads(run("5,81,80", *SMALL, "--over-length", "drop", "--json"))
     assert rows_of(data) == {0: 5, 1: 80}
+
+
+def test_left_out_rows_say_what_their_numbers_count(run) -> None:
+    words = ("200,0,5,0,9", *SMALL, "--over-length", "drop", "--batch-size", "4")
+    dropped = json.loads(run(*words, "--json"))["dropped"]
+    assert [(d["row"], d["length"], d["why"]) for d in dropped] == [
+        (0, 200, "row 0 of the input is over 80 tokens"),
+        (0, 0, "row 0 of the batch has no token"),
+        (2, 0, "row 2 of the batch has no token"),
+    ]
+    out = run(*words)
+    for d in dropped:
+        assert f"left out: {d['why']} (length {d['length']})" in out
+    words_of_help = " ".join(run("--help").split())
+    assert "over-long rows by their position in the input" in words_of_help
+    assert "all others by their position in the batch" in words_of_help
+
+
+@pytest.mark.parametrize(
+    ("words", "left_out"),
+    [
+        (("0,0", *SMALL), ["row 0 of the batch has no token", "row 1 of the batch has no token"]),
+        (("999", *SMALL, "--over-length", "drop"), ["row 0 of the input is over 80 tokens"]),
+        (("empty.parquet", *SMALL), []),
+    ],
+    ids=["zero lengths", "all dropped", "no rows"],
+)
+def test_nothing_left_to_plan_is_said(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], left_out
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = pa.table({"length": pa.array([], pa.int64())})
+    pyarrow.parquet.write_table(table, "empty.parquet")
+    first, *rest = run(*words).splitlines()
+    assert first == "nothing is left to plan"
+    assert len(rest) == len(left_out)
+    for line, why in zip(rest, left_out, strict=True):
+        assert line.startswith(f"left out: {why}")
+    run(*words, "--plot", "plan.svg")
+    assert Path("plan.svg").exists()
+    assert json.loads(run(*words, "--json"))["micro_steps"] == []
 
 
 def test_the_preset_brings_its_cluster_and_degrees(run) -> None:
