@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
@@ -67,15 +68,40 @@ def cluster_for(preset: Preset, gpus: int | None, gpus_per_node: int | None) -> 
     return Cluster.uniform(gpus, 8 if gpus_per_node is None else gpus_per_node)
 
 
+@dataclass(frozen=True)
+class Limit:
+    """Tokens of the longest row that is kept; `what` it is, and what a user can do to raise it."""
+
+    tokens: int
+    what: str
+    remedies: tuple[str, ...] = ()
+
+
 def limit_for(
-    max_length: int | None, cost: CostModel, cluster: Cluster, degrees: tuple[int, ...]
-) -> int:
-    """Tokens of the longest row that is kept: what the user named, else what the cluster holds."""
-    if max_length is None:
-        return max(option.capacity for option in cost.options(cluster, degrees))
-    if max_length < 1:
-        raise UserError(f"--max-length {max_length}: give at least 1 token")
-    return max_length
+    max_length: int | None,
+    cost: CostModel,
+    cluster: Cluster,
+    degrees: tuple[int, ...],
+    remedies: tuple[str, ...] = (),
+) -> Limit:
+    """What the user named, else what the largest group holds.
+
+    Args:
+        degrees: allowed ones, those that the cluster is too small for among them.
+        remedies: how a user makes a GPU hold more.
+    """
+    if max_length is not None:
+        if max_length < 1:
+            raise UserError(f"--max-length {max_length}: give at least 1 token")
+        return Limit(max_length, f"limit is {max_length} tokens", ("raise --max-length",))
+    group = max(cost.options(cluster, degrees), key=lambda option: option.capacity)
+    each = group.capacity // group.degree
+    if each < cost.capacity(cluster.gpus):  # the largest pack, whatever the GPUs hold
+        remedies = ()
+    elif max(degrees) > cluster.gpus:
+        remedies = (*remedies, "use more --gpus")
+    gpus = f"{group.degree} GPU{'s' if group.degree > 1 else ''}"
+    return Limit(group.capacity, f"capacity is {group.capacity} tokens ({gpus} x {each})", remedies)
 
 
 def parse_degrees(text: str) -> tuple[int, ...]:
@@ -86,7 +112,7 @@ def parse_degrees(text: str) -> tuple[int, ...]:
         raise UserError(f"--degrees {text}: give whole numbers such as 1,2,4") from None
 
 
-def admitted(lengths: Lengths, limit: int, over_length: OverLength) -> Lengths:
+def admitted(lengths: Lengths, limit: Limit, over_length: OverLength) -> Lengths:
     """Rows of the input that are not over-long, in order, (admitted,).
 
     Raises:
@@ -95,13 +121,17 @@ def admitted(lengths: Lengths, limit: int, over_length: OverLength) -> Lengths:
     if len(negative := np.flatnonzero(lengths < 0)):
         row = negative[0]
         raise UserError(f"row {row} has length {lengths[row]}: lengths must be 0 or more")
-    over = np.flatnonzero(lengths > limit)
+    over = np.flatnonzero(lengths > limit.tokens)
     if len(over) and over_length is OverLength.ERROR:
         row = over[0]
         raise UserError(
-            f"row {row} has length {lengths[row]} and the limit is {limit} tokens"
+            f"row {row} has length {lengths[row]} and the {limit.what}"
             + (f" ({len(over) - 1} more rows are too long)" if len(over) > 1 else "")
-            + ": raise --max-length or what a GPU holds, use more --gpus, or pass "
-            "--over-length drop"
+            + f": {_choice(*limit.remedies, 'pass --over-length drop')}"
         )
-    return np.flatnonzero(lengths <= limit)
+    return np.flatnonzero(lengths <= limit.tokens)
+
+
+def _choice(*options: str) -> str:
+    comma = "," if len(options) > 2 else ""
+    return f"{comma} or ".join(filter(None, (", ".join(options[:-1]), options[-1])))

@@ -96,10 +96,10 @@ def plan(
     model = preset_for(preset or DEFAULT_PRESET, max_length)
     cluster = cluster_for(model, gpus, gpus_per_node)
     cost = model.cost if capacity is None else model.cost.with_capacity(capacity)
-    allowed = _degrees(degrees, heads, kv_heads, model if preset else None, cluster)
+    allowed = _degrees(degrees, heads, kv_heads, model if preset else None)
 
     lengths = read_lengths(source)
-    limit = limit_for(max_length, cost, cluster, allowed)
+    limit = limit_for(max_length, cost, cluster, allowed, ("raise --capacity",))
     rows = admitted(lengths, limit, over_length)
     batch_rows, over_long = _cut(rows, len(lengths), batch_size, batch)
     result = plan_step(lengths[batch_rows].tolist(), cost, cluster, allowed)
@@ -108,7 +108,9 @@ def plan(
         dropped=(
             *(
                 Dropped(
-                    int(row), int(lengths[row]), f"row {row} of the input is over {limit} tokens"
+                    int(row),
+                    int(lengths[row]),
+                    f"row {row} of the input is over {limit.tokens} tokens",
                 )
                 for row in over_long
             ),
@@ -139,7 +141,6 @@ def _degrees(
     heads: int | None,
     kv_heads: int | None,
     preset: Preset | None,
-    cluster: Cluster,
 ) -> tuple[int, ...]:
     """What the user named, else what the named heads allow, else the preset's, else 32 heads'."""
     if given is not None:
@@ -147,7 +148,7 @@ def _degrees(
     if preset is not None and heads is None and kv_heads is None:
         return preset.degrees
     queries = heads if heads is not None else preset.heads if preset else 32
-    return legal_degrees(queries, kv_heads if kv_heads is not None else queries, cluster.gpus)
+    return legal_degrees(queries, kv_heads if kv_heads is not None else queries, queries)
 
 
 def _cut(rows: Lengths, total: int, size: int | None, batch: int) -> tuple[Lengths, Lengths]:

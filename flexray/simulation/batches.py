@@ -9,7 +9,7 @@ import numpy as np
 
 from flexray.errors import UserError
 from flexray.length_source import Lengths
-from flexray.planning_input import OverLength, admitted
+from flexray.planning_input import Limit, OverLength, admitted
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Batches:
 
     @classmethod
     def cut(
-        cls, lengths: Lengths, limit: int, policy: OverLength, size: int, first: int, steps: int
+        cls, lengths: Lengths, limit: Limit, policy: OverLength, size: int, first: int, steps: int
     ) -> Batches:
         """At most `steps` batches of `size` rows; over-long rows are removed first.
 
@@ -48,13 +48,15 @@ class Batches:
         full = len(rows) // size
         if full <= first:
             raise UserError(
-                f"{len(rows)} rows of at most {limit} tokens make {full} full batches of {size} "
-                f"and batch {first} was asked for (they count from 0): use a smaller --batch-size "
-                "or --first-batch"
+                f"{len(rows)} rows of at most {limit.tokens} tokens make {full} full batches "
+                f"of {size} and batch {first} was asked for (they count from 0): use a "
+                "smaller --batch-size or --first-batch"
             )
         rows = rows[first * size : min(first + steps, full) * size]
         over_long = int(rows[-1] - rows[0]) + 1 - len(rows)
-        batches = cls(first, limit, tuple(np.split(lengths[rows], len(rows) // size)), over_long)
+        batches = cls(
+            first, limit.tokens, tuple(np.split(lengths[rows], len(rows) // size)), over_long
+        )
         if not batches.longest:
             raise UserError("all rows have length 0: there is nothing to plan")
         return batches

@@ -206,6 +206,49 @@ def test_what_cannot_be_planned_is_one_line(words: tuple[str, ...], says: str) -
     assert re.search(says, refused(*words))
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ("5,21,22", "--gpus", "4", "--capacity", "5"),
+            "row 1 has length 21 and the capacity is 20 tokens (4 GPUs x 5) (1 more rows are too "
+            "long): raise --capacity, use more --gpus, or pass --over-length drop",
+        ),
+        (
+            ("21", "--gpus", "1", "--capacity", "20"),
+            "row 0 has length 21 and the capacity is 20 tokens (1 GPU x 20): raise --capacity, "
+            "use more --gpus, or pass --over-length drop",
+        ),
+        # More GPUs make no larger group where the heads or the user allow none.
+        (
+            ("21", "--gpus", "4", "--capacity", "10", "--heads", "2"),
+            "row 0 has length 21 and the capacity is 20 tokens (2 GPUs x 10): raise --capacity "
+            "or pass --over-length drop",
+        ),
+        (
+            ("21", "--gpus", "4", "--capacity", "20", "--degrees", "1"),
+            "row 0 has length 21 and the capacity is 20 tokens (1 GPU x 20): raise --capacity "
+            "or pass --over-length drop",
+        ),
+        (
+            ("21", *SMALL, "--max-length", "20"),
+            "row 0 has length 21 and the limit is 20 tokens: raise --max-length or pass "
+            "--over-length drop",
+        ),
+        # No group takes more, whatever it holds.
+        (
+            (str(2**40), "--gpus", "4", "--capacity", str(2**41)),
+            f"row 0 has length {2**40} and the capacity is {2**31 - 1} tokens (1 GPU x "
+            f"{2**31 - 1}): pass --over-length drop",
+        ),
+    ],
+)
+def test_over_capacity_names_row_length_capacity_and_what_helps(
+    words: tuple[str, ...], says: str
+) -> None:
+    assert refused(*words) == says
+
+
 def test_files_that_are_no_lengths_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     pyarrow.parquet.write_table(pa.table({"tokens": [1]}), path)

@@ -27,7 +27,7 @@ from flexray.commands.simulate import _shown, _strategies
 from flexray.errors import UserError
 from flexray.gantt import degree_colour
 from flexray.json_lines import read_json_lines
-from flexray.planning_input import OverLength
+from flexray.planning_input import Limit, OverLength
 from flexray.presets import FOLDER, load_preset
 from flexray.simulation import plots
 from flexray.simulation.batches import Batches
@@ -129,7 +129,12 @@ def test_static_is_one_degree_for_all_batches() -> None:
 
 
 def cut(lengths: list[int], size: int, **options: Any) -> Batches:
-    given = {"limit": 10_000, "policy": OverLength.ERROR, "first": 0, "steps": 99} | options
+    given = {
+        "limit": Limit(10_000, "limit"),
+        "policy": OverLength.ERROR,
+        "first": 0,
+        "steps": 99,
+    } | options
     return Batches.cut(np.array(lengths), size=size, **given)
 
 
@@ -359,13 +364,20 @@ def test_overwrite_removes_only_what_a_simulation_wrote(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "summary.json"]
 
 
+# `simulate` has no --capacity.
+CAPACITY = (
+    rf"row 1 has length {2**40} and the capacity is 65044 tokens \(4 GPUs x 16261\): "
+    "use more --gpus or pass --over-length drop"
+)
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (("5,-3", "--batch-size", "1"), "row 1 has length -3"),
         (("5,9000", "--batch-size", "1", "--max-length", "8000"), "row 1 has length 9000 .*8000"),
         (("5", "--batch-size", "1", "--max-length", "0"), "--max-length 0"),
-        ((f"5,{2**40}", "--batch-size", "1"), f"row 1 has length {2**40} and the limit is 65044"),
+        ((f"5,{2**40}", "--batch-size", "1"), CAPACITY),
         (("5,99999", "--batch-size", "1", "--max-length", "100000"), "99999 tokens fits in no gro"),
         (("5,6", "--batch-size", "3"), "2 rows .* make 0 full batches of 3"),
         (
@@ -426,7 +438,13 @@ def test_a_plan_that_fails_in_a_planning_process_is_one_line(tmp_path: Path) -> 
 
 
 def test_over_long_rows_go_first_then_full_batches_are_cut() -> None:
-    batches = cut([9, 900, 8, 7, 900, 6, 5, 900, 4], 2, limit=100, policy=OverLength.DROP, first=1)
+    batches = cut(
+        [9, 900, 8, 7, 900, 6, 5, 900, 4],
+        2,
+        limit=Limit(100, "limit"),
+        policy=OverLength.DROP,
+        first=1,
+    )
     assert [b.tolist() for b in batches.lengths] == [[7, 6], [5, 4]]
     assert (batches.over_long, batches.longest, batches.rows, batches.tokens) == (2, 7, 4, 22)
     assert cut([5, 0, 4, 9], 2, steps=1).zero_length == 1
