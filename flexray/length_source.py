@@ -56,7 +56,12 @@ def _column(path: Path) -> Lengths:
         raise UserError(f"{path}: column `length` holds {column.type}, not whole numbers")
     if column.null_count:
         raise UserError(f"{path}: column `length` has {column.null_count} empty cells")
-    return column.cast(pa.int64()).to_numpy()  # type: ignore[no-any-return]
+    try:
+        return column.cast(pa.int64()).to_numpy()  # type: ignore[no-any-return]
+    except pa.ArrowInvalid:  # uint64
+        raise UserError(
+            f"{path}: column `length` holds numbers over 2^63: lengths count tokens"
+        ) from None
 
 
 def _table(path: Path) -> pa.Table:

@@ -257,6 +257,9 @@ def test_files_that_are_no_lengths_are_refused(tmp_path: Path) -> None:
     assert "not whole numbers" in refused(str(path), *SMALL)
     pyarrow.parquet.write_table(pa.table({"length": [1, None]}), path)
     assert "1 empty cells" in refused(str(path), *SMALL)
+    lengths = pa.array([2**63 - 1, 2**63], pa.uint64())
+    pyarrow.parquet.write_table(pa.table({"length": lengths}), path)
+    assert f"{path}: column `length` holds numbers over 2^63" in refused(str(path), *SMALL)
     path.write_bytes(b"nothing")
     assert "cannot be read" in refused(str(path), *SMALL)
     other = tmp_path / "data.txt"
