@@ -114,7 +114,7 @@ def train_in_one_process(rows):
         ],
         betas=EngineSettings(config()).betas,
     )
-    losses, norms = [], []
+    losses, norms, updates = [], [], 0
     for step in range(1, STEPS + 1):
         batch = rows[(step - 1) * ROWS : step * ROWS]
         optimizer.zero_grad()
@@ -123,8 +123,9 @@ def train_in_one_process(rows):
             norms.append(0.0)
             continue
         norms.append(torch.nn.utils.clip_grad_norm_(parameters, RECIPE["clip_norm"]).item())
+        updates += 1  # a step without a label moves no schedule
         for group in optimizer.param_groups:
-            group["lr"] = RECIPE["learning_rate"] * min(1.0, step / RECIPE["warmup_steps"])
+            group["lr"] = RECIPE["learning_rate"] * min(1.0, updates / RECIPE["warmup_steps"])
         optimizer.step()
     values = {n: p.detach().numpy() for n, p in model.named_parameters()}
     return np.array(losses), np.array(norms), values
