@@ -48,6 +48,7 @@ def annotate(
         tokenizer: what `load_tokenizer` takes; for token ids, the tokenizer that made them.
         text_column: column with the text; by default "text".
         tokens_column: column with token ids, instead of text; "input_ids" where there is no text.
+            A column "labels" beside it holds as many labels, -100 where nothing is to be learned.
         overwrite: replace a corpus that `out` already holds.
         progress: called after every block.
 
@@ -75,9 +76,17 @@ def _write(
 ) -> None:
     writer = CorpusWriter(folder, tokenizer.info, tokenizer.vocab_size)
     texts = _TextBuffer(tokenizer, writer)
+    labelled: bool | None = None
     total, done = sum(source.size for source in sources), 0
     for source in sources:
         for rows in read_rows(source, column):
+            has_labels = rows.labels is not None
+            if labelled is not None and has_labels != labelled:
+                raise CorpusError(
+                    f"{source.path}: {'' if has_labels else 'no '}labels, unlike the input before "
+                    "it; give all of the input labels, or none"
+                )
+            labelled = has_labels
             if rows.values.null_count:
                 writer.dropped["null"] += rows.values.null_count
             if rows.are_tokens:

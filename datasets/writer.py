@@ -31,19 +31,13 @@ IntArray = npt.NDArray[np.integer]
 class CorpusWriter:
     """Writes `part-NNNNN.arrow` files into `folder`; `finish` adds the manifest.
 
-    Columns: `input_ids` list<int32>, `length` int32, `label_tokens` int32 and, with
-    `with_labels`, `labels` list<int32> (unshifted, -100 where nothing is to be learned).
+    Columns: `input_ids` list<int32>, `length` int32, `label_tokens` int32 and, where sequences
+    come with labels, `labels` list<int32> (unshifted, -100 where nothing is to be learned).
     """
 
-    def __init__(
-        self, folder: Path, tokenizer: TokenizerInfo, vocab_size: int, *, with_labels: bool = False
-    ) -> None:
+    def __init__(self, folder: Path, tokenizer: TokenizerInfo, vocab_size: int) -> None:
         self._folder, self._tokenizer, self._vocab_size = folder, tokenizer, vocab_size
-        lists = {"input_ids": pa.list_(pa.int32())}
-        if with_labels:
-            lists["labels"] = pa.list_(pa.int32())
-        self._schema = pa.schema({**lists, "length": pa.int32(), "label_tokens": pa.int32()})
-        self._with_labels = with_labels
+        self._with_labels: bool | None = None  # the first block decides
         self._pending: list[tuple[IntArray, IntArray, IntArray | None]] = []
         self._pending_rows = self._pending_tokens = 0
         self._file: pa.ipc.RecordBatchFileWriter | None = None
@@ -59,8 +53,10 @@ class CorpusWriter:
         Args:
             lengths: (rows,) tokens of each sequence; zeros are counted as dropped ("empty").
             input_ids: (sum of lengths,) the sequences one after the other.
-            labels: the same shape as `input_ids`, exactly if the corpus is written with labels.
+            labels: the same shape as `input_ids`; with every block, or with none.
         """
+        if self._with_labels is None:
+            self._with_labels = labels is not None
         if lengths.sum() != len(input_ids) or (labels is None) == self._with_labels:
             raise ValueError("lengths, input_ids and labels do not belong together")
         if labels is not None and len(labels) != len(input_ids):
@@ -136,16 +132,15 @@ class CorpusWriter:
         offsets = np.zeros(len(lengths) + 1, np.int32)
         np.cumsum(lengths, out=offsets[1:])
         label_tokens = count_label_tokens(offsets, labels)
-        columns = {
-            "input_ids": _list_array(offsets, input_ids),
-            "length": pa.array(lengths, pa.int32()),
-            "label_tokens": pa.array(label_tokens, pa.int32()),
-        }
+        columns = {"input_ids": _list_array(offsets, input_ids)}
         if labels is not None:
             columns["labels"] = _list_array(offsets, labels)
+        columns["length"] = pa.array(lengths, pa.int32())
+        columns["label_tokens"] = pa.array(label_tokens, pa.int32())
+        batch = pa.record_batch(columns)
         if self._file is None:
-            self._file = pa.ipc.new_file(self._part_path(), self._schema)
-        self._file.write_batch(pa.record_batch(columns, schema=self._schema))
+            self._file = pa.ipc.new_file(self._part_path(), batch.schema)
+        self._file.write_batch(batch)
         self._file_counts += (len(lengths), len(input_ids), label_tokens.sum())
         self._histogram += count_lengths(lengths)
         if self._file_counts[1] >= FILE_TOKENS:

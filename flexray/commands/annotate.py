@@ -44,7 +44,8 @@ def annotate(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Column with lists of token ids, instead of text.",
+            help="Column with lists of token ids, instead of text. A column `labels` beside it "
+            "holds lists of as many, -100 where nothing is to be learned.",
             show_default="input_ids, where there is no text",
         ),
     ] = None,
