@@ -44,8 +44,9 @@ def test_tables_hold_only_what_was_run(tmp_path):
     results.run(Case("github", 3, "static"))
     results.run(Case("github", 3, "batch-adaptive"))
     rows = [r for r in planner_report.tables(results, 2.0).splitlines() if "batch-adaptive |" in r]
-    speedup = results[Case("github", 3, "static")]["planned_ms"] / (
-        results[Case("github", 3, "batch-adaptive")]["planned_ms"]
+    speedup = (
+        results[Case("github", 3, "static")]["planned_ms"]
+        / (results[Case("github", 3, "batch-adaptive")]["planned_ms"])
     )
     assert len(rows) == 1 and f"| {speedup:.2f} |" in rows[0]
 
