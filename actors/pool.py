@@ -18,7 +18,8 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from flexray.actors.engine import EngineSettings
 from flexray.actors.work import RankStep, StepReport
-from flexray.actors.worker import DataSource, Place, Worker
+from flexray.actors.worker import Place, Worker
+from flexray.datasets.data_source import DataSource
 from flexray.solver.cluster import Cluster
 
 START_TIMEOUT_S = 300.0

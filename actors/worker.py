@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import psutil
 import ray
@@ -18,21 +17,7 @@ import torch.distributed as dist
 
 from flexray.actors.engine import Engine, EngineSettings, StaleGeneration
 from flexray.actors.work import RankStep, StepReport
-from flexray.datasets.corpus import Corpus
-from flexray.datasets.documents import Documents, OverLength
-
-
-@dataclass(frozen=True)
-class DataSource:
-    """What every actor opens for itself: tokens never pass through the driver."""
-
-    corpus: Path
-    max_length: int
-    over_length: OverLength
-
-    def open(self) -> Documents:
-        """The rows to train on. Raises CorpusError."""
-        return Documents(Corpus.open(self.corpus), self.max_length, self.over_length)
+from flexray.datasets.data_source import DataSource
 
 
 @dataclass(frozen=True)

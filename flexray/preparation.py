@@ -12,9 +12,10 @@ from flexray import estimate
 from flexray.actors.engine import EngineSettings
 from flexray.actors.model import ModelRefused, check_model, model_config
 from flexray.actors.pool import cluster_of
-from flexray.actors.worker import DataSource, Place
+from flexray.actors.worker import Place
 from flexray.config import Config
 from flexray.datasets.builtin import builtin_corpus
+from flexray.datasets.data_source import DataSource
 from flexray.datasets.documents import Documents
 from flexray.errors import UserError
 from flexray.presets import load_preset

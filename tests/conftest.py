@@ -29,8 +29,8 @@ def two_nodes():
 @pytest.fixture(scope="module")
 def five_texts(tmp_path_factory):
     """A corpus of five byte-tokenised texts, for `DataSource`."""
-    from flexray.actors.worker import DataSource
     from flexray.datasets.annotate import annotate
+    from flexray.datasets.data_source import DataSource
 
     folder = tmp_path_factory.mktemp("corpus")
     for i, length in enumerate((300, 40, 7, 90, 13)):
