@@ -1,0 +1,139 @@
+"""The training state of all ranks on disk: trained parameters and optimizer state, sharded.
+
+Written and read by torch.distributed.checkpoint: every rank writes its own rows, and a world of any
+size reads them. Frozen parameters are not in it: they are what they were when the run was built.
+It knows no Ray. What else a run needs to go on is the driver's (flexray/checkpoints.py).
+
+Usage, on every rank alike:
+    checkpointer = Checkpointer(engine.model.model, engine.optimizer)
+    written = checkpointer.save("/shared/run/step-20")   # returns once the state is copied
+    ...                                                  # training goes on
+    written()                                            # waits until all ranks have written
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import StorageReader
+
+# Of the ranks' agreement on what is where: the slowest rank's files must be written meanwhile.
+WRITE_TIMEOUT = timedelta(hours=2)
+
+
+class CheckpointFailed(RuntimeError):
+    """A checkpoint could not be written or read: one line that says why."""
+
+
+class Checkpointer:
+    """Saves and loads the state of one model and its AdamW; making one is a collective call."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        # Files are written while a step's collectives run: the writers agree in a group of their
+        # own, on CPUs, as async_save wants it.
+        self._group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
+        self._under_way: Future[Any] | None = None
+
+    def save(self, location: str) -> Callable[[], None]:
+        """Copies the state to host memory and has it written to a new folder or fsspec URL.
+
+        A collective call. Waits first for what is still being written. Returns a function that
+        waits until every rank has written its part; it raises CheckpointFailed, on all of them, if
+        one could not.
+        """
+        if self._under_way is not None:
+            self._under_way.exception()
+        self._under_way = written = _future(
+            dcp.async_save(self._state(), checkpoint_id=location, process_group=self._group)
+        )
+        return lambda: _wait(written)
+
+    def load(self, location: str) -> None:
+        """Takes over what a world of any size has saved. A collective call.
+
+        Raises CheckpointFailed when it cannot be read or belongs to another model.
+        """
+        try:
+            saved = read_metadata(location).state_dict_metadata
+            self._make_optimizer_state(set(saved))
+            dcp.load(self._state(), checkpoint_id=location, process_group=self._group)
+        except (Exception, CheckpointException) as error:
+            raise CheckpointFailed(f"{location}: cannot load: {_reason(error)}") from None
+
+    def _state(self) -> dict[str, torch.Tensor]:
+        """The tensors that are saved, by key; what is loaded is written into them."""
+        state = {f"model.{name}": tensor for name, tensor in _saved_tensors(self._model)}
+        for name, parameter in self._trained():
+            for kind, value in self._optimizer.state.get(parameter, {}).items():
+                state[f"optimizer.{name}.{kind}"] = value
+        return state
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return ((n, p) for n, p in self._model.named_parameters() if p.requires_grad)
+
+    def _make_optimizer_state(self, keys: set[str]) -> None:
+        """AdamW's state for the parameters that had one, as its first step would make it."""
+        self._optimizer.state.clear()
+        fused = self._optimizer.defaults.get("fused")
+        for name, parameter in self._trained():
+            if f"optimizer.{name}.exp_avg" in keys:
+                self._optimizer.state[parameter] = {
+                    "step": torch.zeros((), device=parameter.device if fused else "cpu"),
+                    "exp_avg": torch.zeros_like(parameter.detach()),
+                    "exp_avg_sq": torch.zeros_like(parameter.detach()),
+                }
+
+
+def _saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Trained parameters, tied ones once, and the buffers that belong to the weights."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield name, parameter.detach()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def storage_reader(location: str) -> StorageReader:
+    """What torch.distributed.checkpoint reads `location` with."""
+    from torch.distributed.checkpoint._storage_utils import _storage_setup
+
+    return _storage_setup(None, location, reader=True)
+
+
+def read_metadata(location: str) -> Metadata:
+    """What is in a checkpoint, by key. Raises CheckpointFailed."""
+    try:
+        return storage_reader(location).read_metadata()
+    except Exception as error:
+        raise CheckpointFailed(f"{location}: no checkpoint: {_reason(error)}") from None
+
+
+def _future(saving: Any) -> Future[Any]:
+    """The future of the whole save (torch returns two where staging goes on in a thread)."""
+    return getattr(saving, "upload_completion", saving)
+
+
+def _wait(written: Future[Any]) -> None:
+    error = written.exception()
+    if error is not None:
+        raise CheckpointFailed(_reason(error)) from None
+
+
+def _reason(error: BaseException) -> str:
+    """The first rank's error in one line."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    return " ".join(f"{type(error).__name__}: {error}".split())
