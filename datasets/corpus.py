@@ -7,6 +7,7 @@ offsets of the tokens; tokens are memory-mapped and read by row id.
 
 from __future__ import annotations
 
+import mmap
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ import pyarrow as pa
 from flexray.datasets.errors import CorpusError
 from flexray.datasets.manifest import FileEntry, Manifest
 
+_Lists = tuple[npt.NDArray[np.integer], npt.NDArray[np.int32]]
+_AT_A_TIME = 1 << 16  # rows that are checked together: bounds the memory
 _LISTS = (pa.list_(pa.int32()), pa.large_list(pa.int32()))
 
 
@@ -49,7 +52,7 @@ class Corpus:
         self._ends = np.cumsum([place.rows for place in batches])
         # Mapped when first read: a driver plans with the counts and never reads a token.
         self._readers: dict[str, pa.ipc.RecordBatchFileReader] = {}
-        self._mapped: dict[int, pa.RecordBatch] = {}
+        self._mapped: dict[tuple[str, int], _Lists] = {}
 
     @classmethod
     def open(cls, path: Path | str) -> Corpus:
@@ -111,18 +114,20 @@ class Corpus:
         if not 0 <= row < self.rows:
             raise IndexError(f"row {row} is not in {self.path}: its rows are 0 to {self.rows - 1}")
         index = int(np.searchsorted(self._ends, row, side="right"))
-        batch = self._batch(index)
-        values = batch.column(column)[row - int(self._ends[index]) + batch.num_rows].values
-        array: npt.NDArray[np.int32] = values.to_numpy(zero_copy_only=True)
-        return array
+        offsets, values = self._lists(column, index)
+        at = row - int(self._ends[index])  # from the batch's end, so negative
+        return values[offsets[at - 1] : offsets[at]]
 
-    def _batch(self, index: int) -> pa.RecordBatch:
-        if index not in self._mapped:
+    def _lists(self, column: str, index: int) -> _Lists:
+        """Offsets and values of the lists of a record batch, both in the mapped file."""
+        if (column, index) not in self._mapped:
             place = self._batches[index]
             if place.file not in self._readers:
-                self._readers[place.file] = _map(self.path / place.file)
-            self._mapped[index] = self._readers[place.file].get_batch(place.index)
-        return self._mapped[index]
+                memory = pa.memory_map(str(self.path / place.file))
+                self._readers[place.file] = pa.ipc.open_file(memory)
+            lists = self._readers[place.file].get_batch(place.index).column(column)
+            self._mapped[column, index] = lists.offsets.to_numpy(), lists.values.to_numpy()
+        return self._mapped[column, index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +137,6 @@ class _BatchPlace:
     file: str
     index: int
     rows: int
-
-
-def _map(path: Path) -> pa.ipc.RecordBatchFileReader:
-    return pa.ipc.open_file(pa.memory_map(str(path)))
 
 
 def _check_file(
@@ -152,20 +153,26 @@ def _check_file(
                 f"{path}: {size} bytes where the manifest says {entry.bytes}; "
                 "copy the corpus again or annotate again"
             )
-        reader = _map(path)
+        with path.open("rb") as file:
+            memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        reader = pa.ipc.open_file(pa.py_buffer(memory))
         places: list[_BatchPlace] = []
         rows = 0
         for index in range(reader.num_record_batches):
             batch = reader.get_batch(index)
             batch.validate()
-            at = slice(rows, rows + batch.num_rows)
-            rows += batch.num_rows
-            if rows > entry.rows:
-                break
-            _read_counts(batch, lengths[at], label_tokens[at])
+            if rows + batch.num_rows > entry.rows:
+                raise _BatchError(f"it has more than the {entry.rows} rows of the manifest")
+            for start in range(0, batch.num_rows, _AT_A_TIME):
+                part = batch.slice(start, _AT_A_TIME)
+                at = slice(rows, rows + part.num_rows)
+                _read_counts(part, lengths[at], label_tokens[at])
+                rows = at.stop
+                # Pages looked at would go on counting as this process's memory.
+                memory.madvise(mmap.MADV_DONTNEED)
             places.append(_BatchPlace(entry.name, index, batch.num_rows))
         if rows != entry.rows:
-            raise _BatchError(f"it does not have the {entry.rows} rows of the manifest")
+            raise _BatchError(f"it has {rows} rows where the manifest says {entry.rows}")
     except FileNotFoundError:
         raise CorpusError(
             f"{path}: missing, but the manifest lists it; copy the corpus again or annotate again"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -16,6 +17,9 @@ from flexray.datasets.errors import CorpusError
 from flexray.datasets.writer import count_label_tokens
 
 OverLength = Literal["error", "drop", "truncate", "split"]
+
+_BLOCK = 1024  # corpus rows between two entries of the index
+_AT_A_TIME = 1 << 18  # corpus rows or documents that are measured together: bounds the memory
 
 
 @dataclass(frozen=True)
@@ -48,14 +52,14 @@ class Documents:
 
     A row id here is a position in this view. The same corpus, `max_length` and policy give the
     same rows everywhere, so the driver plans with `lengths` and actors `read` by row id. Rows
-    without tokens are left out and counted. Only rows that the policy touches take memory.
+    without tokens are left out and counted.
 
     Policies for longer rows: "error" refuses the corpus, "drop" leaves them out, "truncate"
     keeps their first `max_length` tokens, "split" cuts them into pieces of `max_length` (the last
     may be shorter), each a document of its own.
 
-    Attributes:
-        report: what was dropped, cut and split.
+    Memory: an index of 8 bytes for every 1,024 corpus rows; `lengths` and `label_tokens` take 4
+    bytes a document each once asked for, nothing where the policy changes no row.
 
     Raises:
         CorpusError: a row is over-long under "error", or no row is left.
@@ -70,33 +74,23 @@ class Documents:
             )
         self.corpus, self.max_length, self.over_length = corpus, max_length, over_length
         lengths = corpus.lengths
-        # The exceptions: rows that do not appear in this view exactly once and whole.
-        self._changed = np.flatnonzero((lengths > max_length) | (lengths == 0))
-        changed_lengths = lengths[self._changed].astype(np.int64)
-        over = changed_lengths > max_length
-        if over_length == "error" and over.any():
-            row, length = int(self._changed[over][0]), int(changed_lengths[over][0])
+        self._zero_rows = int(np.count_nonzero(lengths == 0))
+        self._over_rows = int(np.count_nonzero(lengths > max_length))
+        if over_length == "error" and self._over_rows:
+            row = int((lengths > max_length).argmax())
             raise CorpusError(
-                f"{corpus.path}: row {row} has {length} tokens, more than max_length {max_length} "
-                f"(so have {over.sum()} of {corpus.rows} rows, the longest {lengths.max()}); "
-                "raise max_length or choose over_length drop, truncate or split"
+                f"{corpus.path}: row {row} has {lengths[row]} tokens, more than max_length "
+                f"{max_length} (so have {self._over_rows} of {corpus.rows} rows, the longest "
+                f"{lengths.max()}); raise max_length or choose over_length drop, truncate or split"
             )
-        self._pieces = np.zeros(len(self._changed), np.int64)
-        if over_length == "truncate":
-            self._pieces[over] = 1
-        elif over_length == "split":
-            self._pieces[over] = -(-changed_lengths[over] // max_length)
-        # View row = corpus row + shift of the exceptions before it.
-        self._shift = np.cumsum(self._pieces - 1)
-        self._first = self._changed + self._shift - (self._pieces - 1)
-        self.rows = corpus.rows + (int(self._shift[-1]) if len(self._shift) else 0)
+        self._changed = bool(self._zero_rows or self._over_rows)
+        self._starts = self._index()
+        self.rows = int(self._starts[-1])
         if not self.rows:
             raise CorpusError(
                 f"{corpus.path}: no row is left: none has 1 to {max_length} tokens; "
                 "raise max_length or choose over_length truncate or split"
             )
-        self._piece_lengths, self._piece_labels = self._measure_pieces(changed_lengths)
-        self.report = self._make_report(changed_lengths, over)
 
     def __reduce__(self) -> tuple[type[Documents], tuple[Corpus, int, OverLength]]:
         return Documents, (self.corpus, self.max_length, self.over_length)
@@ -104,12 +98,51 @@ class Documents:
     @cached_property
     def lengths(self) -> npt.NDArray[np.int32]:
         """(rows,) tokens of each document."""
-        return self._view(self.corpus.lengths, self._piece_lengths)
+        if not self._changed:
+            return self.corpus.lengths
+        lengths = np.empty(self.rows, np.int32)
+        for source, pieces, out in self._stretches():
+            owner, index = _pieces_in_order(pieces)
+            left = self.corpus.lengths[source][owner] - index * self.max_length
+            np.minimum(left, self.max_length, out=lengths[out], casting="same_kind")
+        return lengths
 
     @cached_property
     def label_tokens(self) -> npt.NDArray[np.int32]:
-        """(rows,) labels of each document after its own shift."""
-        return self._view(self.corpus.label_tokens, self._piece_labels)
+        """(rows,) labels of each document after its own shift; reads the labels of cut rows."""
+        if not self._changed:
+            return self.corpus.label_tokens
+        if not self.corpus.has_labels:
+            return self.lengths - 1
+        label_tokens = np.empty(self.rows, np.int32)
+        for source, pieces, out in self._stretches():
+            counts = np.repeat(self.corpus.label_tokens[source], pieces)
+            first = np.cumsum(pieces) - pieces
+            cut = (self.corpus.lengths[source] > self.max_length) & (pieces > 0)
+            for row in np.flatnonzero(cut).tolist():
+                at, count = int(first[row]), int(pieces[row])
+                counts[at : at + count] = self._count_cut_labels(source.start + row, count)
+            label_tokens[out] = counts
+        return label_tokens
+
+    @cached_property
+    def report(self) -> LengthReport:
+        """What was dropped, cut and split."""
+        policy, over = self.over_length, self._over_rows
+        whole = self.corpus.rows - self._zero_rows - over
+        kept, labels_kept = (x.sum(dtype=np.int64) for x in (self.lengths, self.label_tokens))
+        return LengthReport(
+            over_length=policy,
+            max_length=self.max_length,
+            rows=self.rows,
+            zero_length_rows=self._zero_rows,
+            dropped_rows=over if policy == "drop" else 0,
+            truncated_rows=over if policy == "truncate" else 0,
+            split_rows=over if policy == "split" else 0,
+            pieces=self.rows - whole if policy == "split" else 0,
+            lost_tokens=self.corpus.manifest.tokens - int(kept),
+            lost_label_tokens=self.corpus.manifest.label_tokens - int(labels_kept),
+        )
 
     def read(self, row: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32] | None]:
         """Token ids and unshifted labels (None: every token is one) of a document, (length,) each.
@@ -122,77 +155,69 @@ class Documents:
         row = operator.index(row)
         if not 0 <= row < self.rows:
             raise IndexError(f"row {row} is not in this view: its rows are 0 to {self.rows - 1}")
-        source, piece = self._locate(row)
+        source, piece = self._locate(row) if self._changed else (row, 0)
         tokens, labels = self.corpus.tokens(source), self.corpus.labels(source)
         cut = slice(piece * self.max_length, (piece + 1) * self.max_length)
         return tokens[cut], None if labels is None else labels[cut]
 
     def _locate(self, row: int) -> tuple[int, int]:
         """The corpus row behind a view row, and which piece of it the view row is."""
-        # Dropped rows share their `_first` with what follows them, so the last match counts.
-        i = int(np.searchsorted(self._first, row, side="right")) - 1
-        if i < 0:
-            return row, 0
-        piece = row - int(self._first[i])
-        if piece < self._pieces[i]:
-            return int(self._changed[i]), piece
-        return row - int(self._shift[i]), 0
+        block = int(np.searchsorted(self._starts, row, side="right")) - 1
+        pieces = self._pieces(slice(block * _BLOCK, (block + 1) * _BLOCK))
+        ends = np.cumsum(pieces)
+        row -= int(self._starts[block])
+        i = int(np.searchsorted(ends, row, side="right"))
+        return block * _BLOCK + i, row - int(ends[i] - pieces[i])
 
-    def _measure_pieces(
-        self, changed_lengths: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """Lengths and label tokens of all pieces, in order."""
-        total = int(self._pieces.sum())
-        owner = np.repeat(np.arange(len(self._pieces)), self._pieces)
-        index = np.arange(total) - np.repeat(np.cumsum(self._pieces) - self._pieces, self._pieces)
-        left = changed_lengths[owner] - index * self.max_length
-        lengths = np.minimum(left, self.max_length).astype(np.int32)
-        if not self.corpus.has_labels:
-            return lengths, lengths - 1
-        counts = [
-            count_label_tokens(*self._cut_labels(int(row), int(pieces)))
-            for row, pieces in zip(self._changed, self._pieces, strict=True)
-            if pieces
-        ]
-        return lengths, np.concatenate(counts) if counts else np.empty(0, np.int32)
+    def _pieces(self, source: slice) -> npt.NDArray[np.int64]:
+        """How many documents each of these corpus rows becomes."""
+        lengths = self.corpus.lengths[source].astype(np.int64)
+        match self.over_length:
+            case "drop":
+                return ((lengths > 0) & (lengths <= self.max_length)).astype(np.int64)
+            case "split":
+                return -(-lengths // self.max_length)
+        return (lengths > 0).astype(np.int64)
 
-    def _cut_labels(
-        self, row: int, pieces: int
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32] | None]:
-        """Where the pieces of a corpus row begin and end, and the labels that they cover."""
-        labels = self.corpus.labels(row)
+    def _index(self) -> npt.NDArray[np.int64]:
+        """The first document of every block of corpus rows, and at the end how many there are."""
+        blocks = -(-self.corpus.rows // _BLOCK)
+        starts = np.minimum(np.arange(blocks + 1) * _BLOCK, self.corpus.rows)
+        if self._changed:
+            for first in range(0, self.corpus.rows, _AT_A_TIME):
+                pieces = self._pieces(slice(first, first + _AT_A_TIME))
+                sums = np.add.reduceat(pieces, np.arange(0, len(pieces), _BLOCK))
+                starts[first // _BLOCK + 1 :][: len(sums)] = sums
+            starts = np.cumsum(starts)
+        return starts
+
+    def _stretches(self) -> Iterator[tuple[slice, npt.NDArray[np.int64], slice]]:
+        """Corpus rows, how many documents each becomes, and where these are, stretch by stretch.
+
+        A stretch is whole blocks, as many as have up to `_AT_A_TIME` rows and documents.
+        """
+        block, blocks = 0, len(self._starts) - 1
+        while block < blocks:
+            reach = int(np.searchsorted(self._starts, self._starts[block] + _AT_A_TIME, "right"))
+            stop = min(max(reach - 1, block + 1), block + _AT_A_TIME // _BLOCK, blocks)
+            source = slice(block * _BLOCK, min(stop * _BLOCK, self.corpus.rows))
+            yield (
+                source,
+                self._pieces(source),
+                slice(int(self._starts[block]), int(self._starts[stop])),
+            )
+            block = stop
+
+    def _count_cut_labels(self, row: int, pieces: int) -> npt.NDArray[np.int32]:
         end = min(int(self.corpus.lengths[row]), pieces * self.max_length)
-        return np.append(np.arange(pieces) * self.max_length, end), labels
+        cuts = np.append(np.arange(pieces) * self.max_length, end)
+        return count_label_tokens(cuts, self.corpus.labels(row))
 
-    def _view(
-        self, column: npt.NDArray[np.int32], pieces: npt.NDArray[np.int32]
-    ) -> npt.NDArray[np.int32]:
-        """A corpus column as this view has it; the corpus's own array if nothing changes."""
-        if not len(self._changed):
-            return column
-        whole = np.ones(self.rows, bool)
-        first = np.repeat(self._first, self._pieces)
-        before = np.repeat(np.cumsum(self._pieces) - self._pieces, self._pieces)
-        whole[first + np.arange(len(pieces)) - before] = False
-        view = np.empty(self.rows, np.int32)
-        view[~whole] = pieces
-        view[whole] = np.delete(column, self._changed)
-        return view
 
-    def _make_report(
-        self, changed_lengths: npt.NDArray[np.int64], over: npt.NDArray[np.bool_]
-    ) -> LengthReport:
-        rows_over, policy = int(over.sum()), self.over_length
-        had_labels = self.corpus.label_tokens[self._changed].sum(dtype=np.int64)
-        return LengthReport(
-            over_length=policy,
-            max_length=self.max_length,
-            rows=self.rows,
-            zero_length_rows=len(over) - rows_over,
-            dropped_rows=rows_over if policy == "drop" else 0,
-            truncated_rows=rows_over if policy == "truncate" else 0,
-            split_rows=rows_over if policy == "split" else 0,
-            pieces=int(self._pieces.sum()) if policy == "split" else 0,
-            lost_tokens=int(changed_lengths.sum() - self._piece_lengths.sum(dtype=np.int64)),
-            lost_label_tokens=int(had_labels - self._piece_labels.sum(dtype=np.int64)),
-        )
+def _pieces_in_order(
+    pieces: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """For each document: which row it is of, and the how-manieth piece of that row."""
+    owner = np.repeat(np.arange(len(pieces)), pieces)
+    before = np.cumsum(pieces) - pieces
+    return owner, np.arange(len(owner)) - before[owner]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -98,9 +99,15 @@ def test_pickles_by_path(folder: Path) -> None:
     assert pickle.loads(data).tokens(17).tolist() == ROWS[17]
 
 
+def private_bytes() -> int:
+    """Memory that is this process's own: pages of mapped files do not count."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) << 10  # type: ignore[index]
+
+
 def test_tokens_are_views_of_the_mapped_file(tmp_path: Path, write_corpus: WriteCorpus) -> None:
     rows = [[7] * 2_000_000, [8] * 2_000_000, [9] * 100]
-    corpus = Corpus.open(write_corpus(tmp_path / "c", rows))
+    corpus = Corpus.open(write_corpus(tmp_path / "c", rows, rows))
     before = psutil.Process().memory_info().rss
     path = str(tmp_path / "c" / "data-0.arrow")
     assert path not in {m.path for m in psutil.Process().memory_maps()}, "opening keeps none"
@@ -109,6 +116,13 @@ def test_tokens_are_views_of_the_mapped_file(tmp_path: Path, write_corpus: Write
     assert not tokens.flags.writeable
     assert psutil.Process().memory_info().rss - before < 8_000_000
     assert path in {m.path for m in psutil.Process().memory_maps()}
+
+    before = private_bytes()
+    kept = [read(row) for row in range(3) for read in (corpus.tokens, corpus.labels)]
+    assert sum(int(column.sum()) for column in kept if column is not None) == 2 * 30_000_900
+    assert private_bytes() - before < 1_000_000, "32 MB are held, and none of it copied"
+    assert corpus.tokens(0).base is not None
+    assert np.shares_memory(corpus.tokens(0), corpus.tokens(0))
 
 
 def test_no_folder(tmp_path: Path) -> None:
@@ -153,7 +167,14 @@ def test_files_that_changed_places(folder: Path) -> None:
     last = folder / "data-5.arrow"  # shorter than the others
     shutil.copy(last, folder / "data-0.arrow")
     edit_manifest(folder, lambda m: m["files"][0].update(bytes=last.stat().st_size))
-    fails(folder, "data-0.arrow", "does not have the 7 rows")
+    fails(folder, "data-0.arrow", "has 5 rows where the manifest says 7")
+
+
+def test_file_with_more_rows_than_its_entry(folder: Path) -> None:
+    shutil.copy(folder / "data-0.arrow", folder / "data-5.arrow")
+    size = (folder / "data-0.arrow").stat().st_size
+    edit_manifest(folder, lambda m: m["files"][5].update(bytes=size))
+    fails(folder, "data-5.arrow", "more than the 5 rows of the manifest")
 
 
 @pytest.mark.parametrize("name", ["rows", "tokens", "label_tokens"])
