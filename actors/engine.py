@@ -6,9 +6,10 @@ step. How ranks are grouped changes from micro-step to micro-step and never the 
 
 from __future__ import annotations
 
+import math
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,20 +17,28 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from flexray.actors.attention.backends import choose_backend
 from flexray.actors.attention.ulysses import SequenceParallel
 from flexray.actors.gang import GangCache
-from flexray.actors.loss import LossModel
-from flexray.actors.model import build_on_meta
+from flexray.actors.loss import LossModel, TokenLoss, cross_entropy
+from flexray.actors.model import ModelFactory, build_on_meta
+from flexray.actors.optimizer import adamw, clip
 from flexray.actors.pack import EMPTY_PACK, Tokens, make_shard
-from flexray.actors.sharding import fill, random_parameters, saved_parameters, shard
+from flexray.actors.schedule import Schedule, learning_rate
+from flexray.actors.sharding import fill, random_parameters, reshard, saved_parameters, shard
 from flexray.actors.timing import Stopwatch
-from flexray.actors.work import MicroReport, RankMicroStep, RankStep, StepReport
+from flexray.actors.work import (
+    EvaluationReport,
+    MicroReport,
+    RankMicroStep,
+    RankStep,
+    StepReport,
+)
 
 ReadRow = Callable[[int], Tokens]
+COUNTERS = ("updates", "skipped", "skipped_in_a_row")
 
 
 class StaleGeneration(RuntimeError):
@@ -45,6 +54,8 @@ class EngineSettings:
     """All that decides what is trained and how, the same on every rank."""
 
     model: PretrainedConfig
+    model_factory: ModelFactory | None = None  # None: the configuration's own class
+    token_loss: TokenLoss = cross_entropy
     weights: Path | None = None  # a folder of safetensors; None: random
     dtype: str = "float32"  # bfloat16: bfloat16 compute, float32 masters and reductions
     seed: int = 0
@@ -52,7 +63,10 @@ class EngineSettings:
     activation_checkpointing: bool = False
     loss_chunk: int = 1024  # tokens whose logits are in memory at once
     learning_rate: float = 1e-3
+    schedule: Schedule = "constant"
     warmup_steps: int = 0
+    min_learning_rate: float = 0.0
+    steps: int = 1  # of the whole run, which the schedule ends with
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
     clip_norm: float = 1.0
@@ -108,11 +122,14 @@ class Engine:
             timeout=timedelta(seconds=settings.timeout_s),
         )
         self.gangs = GangCache(rank, store, self.device, settings.timeout_s, self.watch)
-        self.updates = 0  # optimizer steps made; steps without a label make none
+        self.updates = 0  # made; steps without a label make none
+        self.skipped = self.skipped_in_a_row = 0  # updates not made: the norm was not finite
         self._ended: float | None = None
         try:
             self.model = self._build()
-            self.optimizer = self._optimizer()
+            self.optimizer = adamw(
+                self.model.parameters(), betas=settings.betas, weight_decay=settings.weight_decay
+            )
         except BaseException:
             self.leave()
             raise
@@ -123,15 +140,13 @@ class Engine:
         Raises StaleGeneration for another generation's work and StepMismatch when the ranks
         together read another number of label tokens than planned; both change nothing.
         """
-        if work.generation != self.generation:
-            raise StaleGeneration(
-                f"work for generation {work.generation} in generation {self.generation}"
-            )
+        self._check_generation(work)
         started = time.perf_counter()
         idle = 0.0 if self._ended is None else started - self._ended
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         made = self.gangs.apply(work.changes)
+        rate = self.next_learning_rate
         loss, reports = self.accumulate(work)
         norm = self.update() if work.label_tokens else 0.0
         self._ended = time.perf_counter()
@@ -141,11 +156,34 @@ class Engine:
             rank=self.rank,
             loss=loss,
             gradient_norm=norm,
+            learning_rate=rate,
+            skipped=not math.isfinite(norm),
             micro_steps=tuple(reports),
             new_communicators=made,
             step_ms=(self._ended - started) * 1e3,
             idle_ms=idle * 1e3,
             peak_memory_mb=self._peak_memory_mb(),
+        )
+
+    def evaluate(self, work: RankStep) -> EvaluationReport:
+        """The mean loss of `work` without training: parameters, gradients and counters stay.
+
+        Raises StaleGeneration and StepMismatch as `run_step` does.
+        """
+        self._check_generation(work)
+        started = time.perf_counter()
+        made = self.gangs.apply(work.changes)
+        with torch.no_grad():
+            parts = [self._forward(part, work)[:2] for part in work.micro_steps]
+        reshard(self.model)
+        return EvaluationReport(
+            step=work.step,
+            generation=self.generation,
+            rank=self.rank,
+            loss=self._sum(work, parts),
+            label_tokens=work.label_tokens,
+            new_communicators=made,
+            wall_ms=(time.perf_counter() - started) * 1e3,
         )
 
     def accumulate(self, work: RankStep) -> tuple[float, list[MicroReport]]:
@@ -154,39 +192,56 @@ class Engine:
         Returns the step's loss (the same on every rank) and this rank's reports.
         """
         self.optimizer.zero_grad()
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        reports = []
+        parts, reports = [], []
         for micro_step in work.micro_steps:
-            loss, label_tokens, report = self._micro_step(micro_step, max(1, work.label_tokens))
-            sums[0] += loss
-            sums[1] += label_tokens
+            loss, label_tokens, report = self._micro_step(micro_step, work)
+            parts.append((loss, label_tokens))
             reports.append(report)
-        dist.all_reduce(sums)
-        loss_sum, label_tokens = sums.tolist()
-        if label_tokens != work.label_tokens:
+        try:
+            return self._sum(work, parts), reports
+        except StepMismatch:
             self.optimizer.zero_grad()
-            raise StepMismatch(
-                f"step {work.step}: {work.label_tokens} label tokens were planned and "
-                f"{label_tokens:.0f} were read: the corpus is not what its manifest says"
-            )
-        return loss_sum, reports
+            raise
 
     def update(self) -> float:
-        """Clips by the global norm and makes one optimizer step.
+        """Clips by the global norm and makes one optimizer step, unless the norm is not finite.
 
-        Returns the norm before clipping.
+        Returns the norm before clipping. Every rank has the same, and so decides the same.
         """
-        parameters = list(self.model.parameters())
-        total = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        norm = total.full_tensor() if isinstance(total, DTensor) else total
-        torch.nn.utils.clip_grads_with_norm_(parameters, self.settings.clip_norm, norm)
-        self.updates += 1
-        warmup = min(1.0, self.updates / max(1, self.settings.warmup_steps))
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.learning_rate * warmup
-        self.optimizer.step()
+        norm = clip(self.model.parameters(), self.settings.clip_norm)
+        if math.isfinite(norm):
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.next_learning_rate
+            self.optimizer.step()
+            self.updates += 1
+            self.skipped_in_a_row = 0
+        else:
+            self.skipped += 1
+            self.skipped_in_a_row += 1
         self.optimizer.zero_grad()
-        return float(norm)
+        return norm
+
+    @property
+    def next_learning_rate(self) -> float:
+        """The schedule's rate for the next update."""
+        settings = self.settings
+        return learning_rate(
+            self.updates + 1,
+            schedule=settings.schedule,
+            peak=settings.learning_rate,
+            floor=settings.min_learning_rate,
+            warmup=settings.warmup_steps,
+            updates=settings.steps,
+        )
+
+    def counters(self) -> dict[str, int]:
+        """What a checkpoint keeps beside parameters and optimizer state; same on every rank."""
+        return {name: getattr(self, name) for name in COUNTERS}
+
+    def set_counters(self, counters: Mapping[str, int]) -> None:
+        """Goes on from what `counters` returned. Raises KeyError for a missing one."""
+        for name in COUNTERS:
+            setattr(self, name, counters[name])
 
     def leave(self) -> None:
         """Drops the communicators and leaves the world. The engine is of no use after it."""
@@ -195,9 +250,12 @@ class Engine:
 
     def _build(self) -> LossModel:
         settings = self.settings
-        blueprint = build_on_meta(settings.model, torch.float32)
+        blueprint = build_on_meta(settings.model, torch.float32, settings.model_factory)
         model = LossModel(
-            build_on_meta(settings.model, settings.master_dtype), settings.loss_chunk, self.watch
+            build_on_meta(settings.model, settings.master_dtype, settings.model_factory),
+            settings.loss_chunk,
+            self.watch,
+            settings.token_loss,
         )
         # The generation in the mesh's name keeps DTensor's caches of one membership from serving
         # another.
@@ -218,58 +276,62 @@ class Engine:
         fill(model, self.device, tensors)
         return model.train()
 
-    def _optimizer(self) -> torch.optim.AdamW:
-        parameters = list(self.model.parameters())
-        return torch.optim.AdamW(
-            [
-                {
-                    "params": [p for p in parameters if p.ndim >= 2],
-                    "weight_decay": self.settings.weight_decay,
-                },
-                {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-            ],
-            lr=self.settings.learning_rate,
-            betas=self.settings.betas,
-            fused=self.device.type == "cuda",
-        )
+    def _check_generation(self, work: RankStep) -> None:
+        if work.generation != self.generation:
+            raise StaleGeneration(
+                f"work for generation {work.generation} in generation {self.generation}"
+            )
 
     def _micro_step(
-        self, part: RankMicroStep, step_label_tokens: int
+        self, part: RankMicroStep, work: RankStep
     ) -> tuple[torch.Tensor, int, MicroReport]:
+        loss, label_tokens, lengths = self._forward(part, work)
+        with self.watch.span("backward"):
+            loss.backward()
+        times = self.watch.read()
+        own, exchange = times.get("own_work", 0.0), times.get("all_to_all", 0.0)
+        report = MicroReport(
+            degree=len(part.ranks),
+            tokens=sum(lengths),
+            squares=sum(n * n for n in lengths),
+            sequences=len(lengths),
+            forward_ms=times["forward"],
+            backward_ms=times["backward"],
+            own_work_ms=own - exchange,
+            all_to_all_ms=exchange,
+            wait_ms=times["forward"] + times["backward"] - own,
+        )
+        return loss.detach(), label_tokens, report
+
+    def _forward(self, part: RankMicroStep, work: RankStep) -> tuple[torch.Tensor, int, list[int]]:
+        """This rank's share of the work's mean loss, its label tokens, and the pack's lengths."""
         gang = self.gangs.get(part.ranks)
         sequences = [self.read_row(row) for row in part.rows]
         shard = make_shard(sequences or EMPTY_PACK, gang.degree, gang.rank, self.device)
         self.watch.clear()
         with self.watch.span("forward"):
-            loss = (
-                self.model(
-                    shard.input_ids,
-                    shard.position_ids,
-                    shard.labels,
-                    SequenceParallel(gang, shard.borders, self.backend),
-                )
-                / step_label_tokens
+            loss = self.model(
+                shard.input_ids,
+                shard.position_ids,
+                shard.labels,
+                SequenceParallel(gang, shard.borders, self.backend),
+            ) / max(1, work.label_tokens)
+        return loss, shard.label_tokens, [len(tokens) for tokens, _ in sequences]
+
+    def _sum(self, work: RankStep, parts: Iterable[tuple[torch.Tensor, int]]) -> float:
+        """The loss over all micro-steps and ranks. Raises StepMismatch."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for loss, label_tokens in parts:
+            sums[0] += loss
+            sums[1] += label_tokens
+        dist.all_reduce(sums)
+        loss_sum, found = sums.tolist()
+        if found != work.label_tokens:
+            raise StepMismatch(
+                f"step {work.step}: {work.label_tokens} label tokens were planned and "
+                f"{found:.0f} were read: the corpus is not what its manifest says"
             )
-        with self.watch.span("backward"):
-            loss.backward()
-        times = self.watch.read()
-        own, exchange = times.get("own_work", 0.0), times.get("all_to_all", 0.0)
-        lengths = [len(tokens) for tokens, _ in sequences]
-        return (
-            loss.detach().double(),
-            shard.label_tokens,
-            MicroReport(
-                degree=gang.degree,
-                tokens=sum(lengths),
-                squares=sum(n * n for n in lengths),
-                sequences=len(lengths),
-                forward_ms=times["forward"],
-                backward_ms=times["backward"],
-                own_work_ms=own - exchange,
-                all_to_all_ms=exchange,
-                wait_ms=times["forward"] + times["backward"] - own,
-            ),
-        )
+        return loss_sum
 
     def _peak_memory_mb(self) -> float:
         if self.device.type == "cuda":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from flexray.actors.trial import RANDOM, Recorder, Trial
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 # Spellings that transformers still translates.
 OLD_KEYS = {"model_type", "rope_scaling", "rope_theta", "torch_dtype", "transformers_version"}
+
+ModelFactory = Callable[[PretrainedConfig], PreTrainedModel]
 
 
 class ModelRefused(ValueError):
@@ -145,15 +147,24 @@ def _rope_types(keys: Any) -> list[str]:
     return found
 
 
-def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model without memory for its parameters, its attention replaced by FlexRay's."""
+def build_on_meta(
+    config: PretrainedConfig, dtype: torch.dtype, factory: ModelFactory | None = None
+) -> PreTrainedModel:
+    """The model without memory for its parameters, its attention replaced by FlexRay's.
+
+    `factory` makes it from the configuration; without one its architecture's own class does.
+    """
+    config = copy.deepcopy(config)  # which the architecture's class changes
     with torch.device("meta"):
         try:
-            model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config),  # which from_config changes
-                dtype=dtype,
-                attn_implementation=IMPLEMENTATION,
-            )
+            if factory is None:
+                model = AutoModelForCausalLM.from_config(
+                    config, dtype=dtype, attn_implementation=IMPLEMENTATION
+                )
+            else:
+                model = _made_by(factory, config, dtype)
+        except ModelRefused:
+            raise
         except Exception as error:  # whatever a model's own code raises
             if str(error) == repr(IMPLEMENTATION):
                 raise ModelRefused(
@@ -167,7 +178,35 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMod
     return model
 
 
-def check_model(config: PretrainedConfig) -> PreTrainedModel:
+def _made_by(
+    factory: ModelFactory, config: PretrainedConfig, dtype: torch.dtype
+) -> PreTrainedModel:
+    config._attn_implementation = IMPLEMENTATION
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model = factory(config)
+    finally:
+        torch.set_default_dtype(default)
+    if not isinstance(model, PreTrainedModel):
+        raise ModelRefused(
+            f"model factory: it returned {type(model).__name__}: return a transformers "
+            "PreTrainedModel with a causal language model's head"
+        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not tensor.is_meta:
+            raise ModelRefused(
+                f"model factory: {name} is on {tensor.device}: make the model without .to(), "
+                ".cuda() or from_pretrained; weights are filled in later (model.path)"
+            )
+    if model.config._attn_implementation != IMPLEMENTATION:  # it made a configuration of its own
+        model.set_attn_implementation(IMPLEMENTATION)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def check_model(config: PretrainedConfig, factory: ModelFactory | None = None) -> PreTrainedModel:
     """Runs the model on the meta device and raises ModelRefused for what its code would ignore.
 
     Every layer must attend through FlexRay's attention and mix tokens nowhere else, positions must
@@ -176,7 +215,9 @@ def check_model(config: PretrainedConfig) -> PreTrainedModel:
     the meta device.
     """
     check_config(config)
-    model = build_on_meta(config, torch.bfloat16).train()
+    model = build_on_meta(config, torch.bfloat16, factory).train()
+    config = model.config  # a factory may have made its own
+    check_config(config)
     body, head = body_and_head(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:

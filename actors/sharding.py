@@ -58,6 +58,13 @@ def shard(
         layer.forward = own_work(layer.forward, watch)
 
 
+def reshard(model: nn.Module) -> None:
+    """Frees whole parameters that a forward pass without a backward has left gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def fill(
     model: LossModel, device: torch.device, tensors: Iterator[tuple[str, torch.Tensor]]
 ) -> None:

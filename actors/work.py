@@ -50,12 +50,27 @@ class StepReport:
     generation: int
     rank: int
     loss: float  # mean over the step's label tokens
-    gradient_norm: float
+    gradient_norm: float  # before clipping
+    learning_rate: float  # the schedule's, at this step
+    skipped: bool  # the norm was not finite: no update was made
     micro_steps: tuple[MicroReport, ...]
     new_communicators: int
     step_ms: float
     idle_ms: float  # between the end of the last step here and the start of this one
     peak_memory_mb: float
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """What one rank reports of a forward pass without training. The loss is of the whole work."""
+
+    step: int
+    generation: int
+    rank: int
+    loss: float  # mean over the work's label tokens; 0 without any
+    label_tokens: int
+    new_communicators: int
+    wall_ms: float
 
 
 def slices(

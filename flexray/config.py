@@ -159,10 +159,28 @@ class TrainSection(Section):
     )
     seed: Count = Field(default=0, lt=2**63, description="of weights and data order")
     learning_rate: float = Field(default=5e-3, gt=0, description="of AdamW, after warm-up")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="how the learning rate goes on after warm-up"
+    )
     warmup_steps: Count = Field(default=5, description="linear warm-up")
+    min_learning_rate: float = Field(
+        default=0.0, ge=0, description="of the last step; linear and cosine fall to it"
+    )
     betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), description="of AdamW")
     weight_decay: float = Field(default=0.1, ge=0, description="of AdamW, decoupled")
     clip_norm: float = Field(default=1.0, gt=0, description="of the global gradient")
+    max_nonfinite_steps: Positive = Field(
+        default=3, description="in a row with a non-finite gradient that end the run"
+    )
+
+    @model_validator(mode="after")
+    def _falling(self) -> Self:
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"train.min_learning_rate ({self.min_learning_rate:g}) must not be greater than "
+                f"train.learning_rate ({self.learning_rate:g})"
+            )
+        return self
 
 
 class PlannerSection(Section):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from transformers import PretrainedConfig
 
 from flexray import estimate
 from flexray.actors.engine import EngineSettings
-from flexray.actors.model import ModelRefused, check_model, model_config
+from flexray.actors.loss import TokenLoss, check_token_loss, cross_entropy
+from flexray.actors.model import ModelFactory, ModelRefused, check_model, model_config
 from flexray.actors.pool import cluster_of
 from flexray.actors.worker import Place
 from flexray.config import Config
@@ -31,29 +31,11 @@ class Job:
     """What is to be trained, checked."""
 
     config: Config
-    model: PretrainedConfig
+    model: PretrainedConfig  # of the model as it was built
     parameters: int
+    settings: EngineSettings  # what every actor is told
     data: DataSource
     documents: Documents
-
-    @cached_property
-    def settings(self) -> EngineSettings:
-        """What every actor is told."""
-        model, train = self.config.model, self.config.train
-        return EngineSettings(
-            model=self.model,
-            weights=model.path,
-            dtype=train.dtype,
-            seed=train.seed,
-            attention=model.attention,
-            activation_checkpointing=model.activation_checkpointing,
-            loss_chunk=model.loss_chunk,
-            learning_rate=train.learning_rate,
-            warmup_steps=train.warmup_steps,
-            betas=train.betas,
-            weight_decay=train.weight_decay,
-            clip_norm=train.clip_norm,
-        )
 
     def degrees(self, gpus: int) -> tuple[int, ...]:
         """Legal degrees on `gpus` GPUs that the config allows. Raises PlanningError for none."""
@@ -140,13 +122,24 @@ class Job:
         )
 
 
-def prepare(config: Config) -> Job:
-    """Opens the data and checks the model. Raises UserError, CorpusError or PlanningError."""
+def prepare(
+    config: Config, model: ModelFactory | None = None, loss: TokenLoss | None = None
+) -> Job:
+    """Opens the data and checks the model. Raises UserError, CorpusError or PlanningError.
+
+    Args:
+        config: What the run is told.
+        model: Makes the model from the configuration of `config.model`, instead of its
+            architecture's own class. Actors call it too, so cloudpickle must take it.
+        loss: Wide logits [T, V] and labels [T] to each token's loss [T], instead of cross entropy.
+    """
     try:
-        hf_config = model_config(config.model.config, config.model.path)
-        parameters = sum(p.numel() for p in check_model(hf_config).parameters())
+        given = model_config(config.model.config, config.model.path)
+        built = check_model(given, model)
+        check_token_loss(loss or cross_entropy, built.config.vocab_size)
     except ModelRefused as error:
         raise UserError(str(error)) from None
+    hf_config = built.config if model else given
     corpus = config.data.corpus
     path = builtin_corpus() if corpus == "builtin" else Path(corpus).expanduser()
     data = DataSource(path.absolute(), config.data.max_length, config.data.over_length)
@@ -166,9 +159,41 @@ def prepare(config: Config) -> Job:
         raise UserError(f"{folder}: no *.safetensors file to take the weights from")
     if config.planner.preset != "auto":
         load_preset(config.planner.preset)
-    job = Job(config, hf_config, parameters, data, documents)
+    job = Job(
+        config,
+        hf_config,
+        parameters=sum(p.numel() for p in built.parameters()),
+        settings=_settings(config, given, model, loss),
+        data=data,
+        documents=documents,
+    )
     job.degrees(hf_config.num_attention_heads)  # allowed ones that no cluster makes legal
     return job
+
+
+def _settings(
+    config: Config, model: PretrainedConfig, factory: ModelFactory | None, loss: TokenLoss | None
+) -> EngineSettings:
+    train = config.train
+    return EngineSettings(
+        model=model,
+        model_factory=factory,
+        token_loss=loss or cross_entropy,
+        weights=config.model.path,
+        dtype=train.dtype,
+        seed=train.seed,
+        attention=config.model.attention,
+        activation_checkpointing=config.model.activation_checkpointing,
+        loss_chunk=config.model.loss_chunk,
+        learning_rate=train.learning_rate,
+        schedule=train.schedule,
+        warmup_steps=train.warmup_steps,
+        min_learning_rate=train.min_learning_rate,
+        steps=train.steps,
+        betas=train.betas,
+        weight_decay=train.weight_decay,
+        clip_norm=train.clip_norm,
+    )
 
 
 def _slowest(places: tuple[Place, ...]) -> estimate.Device:

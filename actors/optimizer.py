@@ -1,0 +1,40 @@
+"""AdamW over sharded parameters (Loshchilov and Hutter, ICLR 2019, arXiv 1711.05101)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+def adamw(
+    parameters: Iterable[nn.Parameter], *, betas: tuple[float, float], weight_decay: float
+) -> torch.optim.AdamW:
+    """AdamW in two groups: matrices decay, parameters of one dimension (norms, biases) do not.
+
+    Parameters that ask for no gradient are left out: they have no state. Fused on CUDA.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        betas=betas,
+        fused=trained[0].device.type == "cuda",
+    )
+
+
+def clip(parameters: Iterable[nn.Parameter], limit: float) -> float:
+    """Scales the gradients so that their global norm is at most `limit`; returns what it was.
+
+    A collective call; every rank gets the same number. A norm that is not finite leaves the
+    gradients without use.
+    """
+    found = [p for p in parameters if p.grad is not None]
+    total = torch.nn.utils.get_total_norm([p.grad for p in found])
+    norm = total.full_tensor() if isinstance(total, DTensor) else total
+    torch.nn.utils.clip_grads_with_norm_(found, limit, norm)
+    return float(norm)
