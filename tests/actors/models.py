@@ -3,6 +3,7 @@ at a time, plain transformers attention."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +12,8 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from flexray.actors.engine import Engine, EngineSettings
-from flexray.actors.model import build_on_meta
+from flexray.actors.loss import TokenLoss
+from flexray.actors.model import ModelFactory, build_on_meta
 from flexray.actors.pack import Tokens, shift
 from flexray.actors.sharding import random_parameters
 from flexray.actors.work import RankMicroStep, RankStep
@@ -53,20 +55,32 @@ def label_tokens(batch: Sequence[Tokens]) -> int:
 
 
 def reference_model(
-    hf_config: PretrainedConfig, dtype: torch.dtype, seed: int = 0, implementation: str = "sdpa"
+    hf_config: PretrainedConfig,
+    dtype: torch.dtype,
+    seed: int = 0,
+    implementation: str = "sdpa",
+    factory: ModelFactory | None = None,
 ):
     """The whole model in one process with the engine's random values."""
-    model = AutoModelForCausalLM.from_config(
-        hf_config, dtype=dtype, attn_implementation=implementation
-    )
+    if factory is None:
+        model = AutoModelForCausalLM.from_config(
+            hf_config, dtype=dtype, attn_implementation=implementation
+        )
+    else:
+        own = copy.deepcopy(hf_config)
+        own._attn_implementation = implementation
+        model = factory(own).to(dtype)
     parameters = dict(model.named_parameters())
+    blueprint = build_on_meta(hf_config, torch.float32, factory)
     with torch.no_grad():
-        for name, value in random_parameters(build_on_meta(hf_config, torch.float32), seed):
+        for name, value in random_parameters(blueprint, seed):
             parameters[name].copy_(value)
     return model
 
 
-def reference_loss(model: torch.nn.Module, batch: Sequence[Tokens]) -> torch.Tensor:
+def reference_loss(
+    model: torch.nn.Module, batch: Sequence[Tokens], token_loss: TokenLoss | None = None
+) -> torch.Tensor:
     """Mean loss over the batch's label tokens, every sequence alone; gradients are accumulated."""
     total = label_tokens(batch)
     loss = torch.zeros((), dtype=torch.float64)
@@ -76,7 +90,11 @@ def reference_loss(model: torch.nn.Module, batch: Sequence[Tokens]) -> torch.Ten
         logits = model(input_ids=torch.from_numpy(tokens)[None], use_cache=False).logits[0]
         wide = logits if logits.dtype == torch.float64 else logits.float()
         targets = torch.from_numpy(shift(tokens if labels is None else labels))
-        part = F.cross_entropy(wide, targets, reduction="sum", ignore_index=-100) / max(1, total)
+        if token_loss is None:
+            part = F.cross_entropy(wide, targets, reduction="sum", ignore_index=-100)
+        else:
+            part = token_loss(wide[targets != -100], targets[targets != -100]).sum()
+        part = part / max(1, total)
         part.backward()
         loss += part.detach().double()
     return loss

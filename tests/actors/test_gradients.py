@@ -53,8 +53,10 @@ def differences(rank, world, store, hf_config, cases, settings, break_it=None):
         loss, _ = ours.accumulate(work)
         grads = gradients(ours.model.model)
         if rank == 0:
-            model = reference_model(hf_config, ours.settings.compute_dtype)
-            right = reference_loss(model, batch)
+            model = reference_model(
+                hf_config, ours.settings.compute_dtype, factory=settings.get("model_factory")
+            )
+            right = reference_loss(model, batch, settings.get("token_loss"))
             grads_right = gradients(model)
             results.append((grads, loss, grads_right, right.item()))
     norm = ours.update()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -25,7 +26,15 @@ from tests.worlds import run_world
 
 WORLD, STEPS, ROWS = 4, 20, 12
 MODEL = {"tie_word_embeddings": True}
-RECIPE = {"warmup_steps": 5, "learning_rate": 3e-3, "clip_norm": 0.5, "weight_decay": 0.1}
+RECIPE = {
+    "schedule": "cosine",
+    "warmup_steps": 5,
+    "learning_rate": 3e-3,
+    "min_learning_rate": 3e-4,
+    "steps": STEPS,
+    "clip_norm": 0.5,
+    "weight_decay": 0.1,
+}
 
 
 def rows_of_all_steps():
@@ -124,8 +133,16 @@ def train_in_one_process(rows):
             continue
         norms.append(torch.nn.utils.clip_grad_norm_(parameters, RECIPE["clip_norm"]).item())
         updates += 1  # a step without a label moves no schedule
+        warmup, low, high = (
+            RECIPE[k] for k in ("warmup_steps", "min_learning_rate", "learning_rate")
+        )
+        if updates < warmup:
+            rate = high * updates / warmup
+        else:
+            half_turn = math.pi * (updates - warmup) / (STEPS - warmup)
+            rate = low + (high - low) * (1 + math.cos(half_turn)) / 2
         for group in optimizer.param_groups:
-            group["lr"] = RECIPE["learning_rate"] * min(1.0, updates / RECIPE["warmup_steps"])
+            group["lr"] = rate
         optimizer.step()
     values = {n: p.detach().numpy() for n, p in model.named_parameters()}
     return np.array(losses), np.array(norms), values
