@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import PretrainedConfig
 
 from flexray.actors.attention.backends import choose_backend
 from flexray.actors.attention.ulysses import SequenceParallel
 from flexray.actors.gang import GangCache
 from flexray.actors.loss import LossModel, TokenLoss, cross_entropy
+from flexray.actors.mesh import parameter_mesh
 from flexray.actors.model import ModelFactory, build_on_meta
 from flexray.actors.optimizer import adamw, clip
 from flexray.actors.pack import EMPTY_PACK, Tokens, make_shard
@@ -59,6 +59,7 @@ class EngineSettings:
     weights: Path | None = None  # a folder of safetensors; None: random
     dtype: str = "float32"  # bfloat16: bfloat16 compute, float32 masters and reductions
     seed: int = 0
+    shard_size: int | None = None  # ranks that share parameters, states, gradients; None: all
     attention: str = "auto"
     activation_checkpointing: bool = False
     loss_chunk: int = 1024  # tokens whose logits are in memory at once
@@ -193,7 +194,9 @@ class Engine:
         """
         self.optimizer.zero_grad()
         parts, reports = [], []
-        for micro_step in work.micro_steps:
+        for number, micro_step in enumerate(work.micro_steps, 1):
+            # Gradients of replicas are summed once, when the last ones are there.
+            self.model.set_requires_all_reduce(number == len(work.micro_steps))
             loss, label_tokens, report = self._micro_step(micro_step, work)
             parts.append((loss, label_tokens))
             reports.append(report)
@@ -257,10 +260,11 @@ class Engine:
             self.watch,
             settings.token_loss,
         )
-        # The generation in the mesh's name keeps DTensor's caches of one membership from serving
-        # another.
-        mesh = init_device_mesh(
-            self.device.type, (self.world,), mesh_dim_names=(f"generation{self.generation}",)
+        mesh = parameter_mesh(
+            self.device.type,
+            settings.shard_size,
+            generation=self.generation,
+            timeout_s=settings.timeout_s,
         )
         shard(
             model,

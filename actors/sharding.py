@@ -1,4 +1,4 @@
-"""Parameter sharding by FSDP2 over the whole world, so that regrouping never moves parameters.
+"""Parameter sharding by FSDP2 over fixed ranks, so that regrouping never moves parameters.
 
 Gradients are summed, never averaged: the loss of a rank is already divided by the step's label
 tokens. Parameters are filled one at a time from a seeded stream (or from files), each rank keeping
@@ -35,7 +35,7 @@ def shard(
     compute_dtype: torch.dtype,
     activation_checkpointing: bool,
 ) -> None:
-    """Shards `model` (on the meta device, masters' dtype) over the 1-D `mesh`, in place."""
+    """Shards `model` (on the meta device, masters' dtype) over `mesh` (mesh.py), in place."""
     if activation_checkpointing:
         model.model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = MixedPrecisionPolicy()
@@ -139,8 +139,8 @@ def rows_of(parameter: torch.Tensor) -> slice:
     if not isinstance(parameter, DTensor):
         return slice(None)
     mesh, total = parameter.device_mesh, parameter.shape[0]
-    size = -(-total // mesh.size())
-    start = min(mesh.get_local_rank() * size, total)
+    size = -(-total // mesh.size(-1))
+    start = min(mesh.get_local_rank(-1) * size, total)
     return slice(start, min(start + size, total))
 
 

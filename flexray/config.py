@@ -79,6 +79,9 @@ class ClusterSection(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto: cuda where there is"
     )
+    shard_size: Positive | None = Field(
+        default=None, description="ranks that share one copy of the model; default: all"
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformers import PretrainedConfig
@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from flexray import estimate
 from flexray.actors.engine import EngineSettings
 from flexray.actors.loss import TokenLoss, check_token_loss, cross_entropy
+from flexray.actors.mesh import check_shard_size
 from flexray.actors.model import ModelFactory, ModelRefused, check_model, model_config
 from flexray.actors.pool import cluster_of
 from flexray.actors.worker import Place
@@ -33,6 +34,7 @@ class Job:
     config: Config
     model: PretrainedConfig  # of the model as it was built
     parameters: int
+    trained: int  # of the parameters; the others are frozen
     settings: EngineSettings  # what every actor is told
     data: DataSource
     documents: Documents
@@ -70,13 +72,22 @@ class Job:
             )
 
     def cost(self, places: tuple[Place, ...]) -> CostModel:
-        """The cost model that the run starts with: a preset's, or estimated from shapes."""
-        planner = self.config.planner
+        """The cost model that the run starts with: a preset's, or estimated from shapes.
+
+        Raises UserError when cluster.shard_size does not divide the ranks.
+        """
+        planner, shard_size = self.config.planner, self.config.cluster.shard_size
+        try:
+            check_shard_size(shard_size, len(places))
+        except ModelRefused as error:
+            raise UserError(str(error)) from None
         if planner.preset == "auto":
             communicators = planner.communicators_per_rank
-            cost = estimate.estimate_cost(self._shape, _slowest(places), len(places), communicators)
+            cost = estimate.estimate_cost(
+                self._shape, _slowest(places), len(places), communicators, shard_size
+            )
         else:
-            cost = load_preset(planner.preset).cost
+            cost = replace(load_preset(planner.preset).cost, shard_size=shard_size)
         return cost if planner.capacity is None else cost.with_capacity(planner.capacity)
 
     def check_longest(self, cost: CostModel, places: tuple[Place, ...]) -> None:
@@ -107,17 +118,20 @@ class Job:
     @property
     def _shape(self) -> estimate.Shape:
         model, heads = self.model, self.model.num_attention_heads
+        master, compute = self.settings.master_dtype, self.settings.compute_dtype
         return estimate.Shape(
             parameters=self.parameters,
+            trained=self.trained,
             layers=model.num_hidden_layers,
             hidden=model.hidden_size,
             intermediate=getattr(model, "intermediate_size", None) or 4 * model.hidden_size,
             heads=heads,
             kv_heads=self._kv_heads,
             head_size=getattr(model, "head_dim", None) or model.hidden_size // heads,
-            value_bytes=self.settings.compute_dtype.itemsize,
+            value_bytes=compute.itemsize,
             # Master, gradient and two moments.
-            state_bytes=4 * self.settings.master_dtype.itemsize,
+            state_bytes=4 * master.itemsize * self.trained
+            + compute.itemsize * (self.parameters - self.trained),
             activation_checkpointing=self.config.model.activation_checkpointing,
         )
 
@@ -163,6 +177,7 @@ def prepare(
         config,
         hf_config,
         parameters=sum(p.numel() for p in built.parameters()),
+        trained=sum(p.numel() for p in built.parameters() if p.requires_grad),
         settings=_settings(config, given, model, loss),
         data=data,
         documents=documents,
@@ -180,6 +195,7 @@ def _settings(
         model_factory=factory,
         token_loss=loss or cross_entropy,
         weights=config.model.path,
+        shard_size=config.cluster.shard_size,
         dtype=train.dtype,
         seed=train.seed,
         attention=config.model.attention,

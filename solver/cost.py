@@ -57,7 +57,8 @@ class CostModel:
             is not listed takes the next larger listed one's (a group of 12 on nodes of 8 crosses
             nodes as one of 16 does), beyond the last the last one's.
         usable_mb: memory of one GPU that a step may use.
-        state_mb: parameters, gradients and optimizer state of the whole model, sharded over all.
+        state_mb: parameters, gradients and optimizer state of the whole model.
+        shard_size: GPUs that share one copy of them; None: all.
         mb_per_token: activations and logits of a token on the rank that holds it.
         communicator_mb: memory of one communicator.
         communicators: communicators that a rank may hold at once.
@@ -73,6 +74,7 @@ class CostModel:
     bandwidth: tuple[tuple[int, float], ...] = ()
     usable_mb: float = 0.0
     state_mb: float = 0.0
+    shard_size: int | None = None
     mb_per_token: float = 0.0
     communicator_mb: float = 0.0
     communicators: int = 0
@@ -112,12 +114,15 @@ class CostModel:
                 "cost model: memory is not limited: give mb_per_token and usable_mb, "
                 "or tokens_per_gpu (--capacity)"
             )
-        fixed = self.state_mb / gpus + self.communicators * self.communicator_mb
+        fixed = self.state_mb / (self.shard_size or gpus)
+        fixed += self.communicators * self.communicator_mb
         tokens = math.floor((self.usable_mb - fixed) / self.mb_per_token)
         if tokens < 1:
             raise PlanningError(
                 f"the model does not fit {gpus} GPUs: states and communicators take {fixed:.0f} MB "
-                f"of {self.usable_mb:.0f} MB on each; use more GPUs or a smaller model"
+                f"of {self.usable_mb:.0f} MB on each; use "
+                + ("a larger shard_size" if self.shard_size else "more GPUs")
+                + " or a smaller model"
             )
         return tokens
 

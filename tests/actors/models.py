@@ -140,7 +140,8 @@ def engine(
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Whole gradients by parameter name (a collective call on a sharded model)."""
     return {
-        name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        # A copy: where nothing is sharded, the whole tensor is the gradient itself.
+        name: p.grad.full_tensor().clone() if hasattr(p.grad, "full_tensor") else p.grad
         for name, p in model.named_parameters()
     }
 

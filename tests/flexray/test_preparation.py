@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from flexray import estimate
@@ -68,6 +70,7 @@ def test_a_preset_replaces_the_estimate():
 def test_the_estimate_counts_operations():
     shape = estimate.Shape(
         parameters=10**9,
+        trained=10**9,
         layers=16,
         hidden=2048,
         intermediate=8192,
@@ -75,7 +78,7 @@ def test_the_estimate_counts_operations():
         kv_heads=8,
         head_size=64,
         value_bytes=2,
-        state_bytes=16,
+        state_bytes=16 * 10**9,
         activation_checkpointing=False,
     )
     device = estimate.gpu("NVIDIA H100 80GB HBM3", 80_000)
@@ -87,6 +90,45 @@ def test_the_estimate_counts_operations():
     assert cost.exchange_mb_per_token * 2**20 == 2 * 16 * (2 * 32 + 2 * 8) * 64 * 2
     assert cost.state_mb * 2**20 == 16e9
     assert cost.capacity(8) > cost.capacity(4) > 0
+    # Gathers twice and reduces once, over 8 ranks on NVLink.
+    assert cost.micro_step_ms == pytest.approx(3 * 2e9 / 2**20 / 100)
+
+
+def test_the_estimate_knows_ranks_that_share_parameters_and_frozen_parameters():
+    shape = job("train.dtype=bfloat16")._shape
+    device = estimate.gpu("NVIDIA H100 80GB HBM3", 80_000)
+
+    def costs(shape, sizes, gpus=64):
+        return [estimate.estimate_cost(shape, device, gpus, 0, size) for size in sizes]
+
+    every, node, single = costs(shape, (None, 8, 1))
+    # Over 64 ranks parameters cross nodes; over the 8 of a node they do not; over one, nothing.
+    assert every.micro_step_ms == pytest.approx(5 * node.micro_step_ms)
+    assert node.micro_step_ms > single.micro_step_ms == 0
+    shares = [(c.usable_mb - c.capacity(64) * c.mb_per_token) for c in (every, node, single)]
+    assert shares == pytest.approx([every.state_mb / n for n in (64, 8, 1)], abs=every.mb_per_token)
+    # Adapters of a tenth: no gradients of the rest, neither computed, nor summed, nor kept.
+    some = replace(shape, trained=shape.parameters // 10)
+    frozen, whole = costs(some, (8,)) + costs(shape, (8,))
+    assert frozen.linear == pytest.approx(whole.linear * 2.1 / 3, rel=1e-3)
+    assert frozen.micro_step_ms == pytest.approx(whole.micro_step_ms * 2.1 / 3, rel=1e-3)
+
+
+def test_states_are_masters_gradients_moments_and_frozen_parameters_in_the_compute_dtype():
+    half = job("train.dtype=bfloat16")
+    assert half._shape.state_bytes == 16 * half.parameters
+    assert job("train.dtype=float64")._shape.state_bytes == 32 * half.parameters
+    some = replace(half, trained=1000)
+    assert some._shape.state_bytes == 16 * 1000 + 2 * (half.parameters - 1000)
+
+
+def test_a_shard_size_must_divide_the_ranks():
+    pairs = job("cluster.shard_size=2", "model.config.num_attention_heads=4")
+    assert pairs.settings.shard_size == pairs.cost(places(*"aaaa")).shard_size == 2
+    with pytest.raises(UserError, match=r"shard_size=2 does not divide the 3 ranks.*\[1, 3\]"):
+        pairs.cost(places(*"aaa"))
+    preset = job("cluster.shard_size=2", "planner.preset=gpt-7b-a100-40g").cost(places(*"aa"))
+    assert preset.shard_size == 2
 
 
 def test_settings_that_cannot_work_together_are_found_early():

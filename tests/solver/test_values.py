@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -75,6 +76,11 @@ def test_memory_counts_states_activations_and_communicators() -> None:
     assert cost.capacity(8) == (1000 - 100 - 200) // 2
     with pytest.raises(PlanningError, match="does not fit 1 GPUs"):
         cost.capacity(1)
+    # States that two GPUs share take as much of each, however many GPUs there are.
+    pairs = replace(cost, shard_size=2)
+    assert [pairs.capacity(n) for n in (2, 4, 64)] == [(1000 - 400 - 200) // 2] * 3
+    with pytest.raises(PlanningError, match="use a larger shard_size or a smaller model"):
+        replace(cost, shard_size=1).capacity(64)
     with pytest.raises(PlanningError, match="memory is not limited"):
         CostModel(0, 1).capacity(1)
 
