@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from transformers import PretrainedConfig
 from flexray.actors.attention.backends import choose_backend
 from flexray.actors.attention.ulysses import SequenceParallel
 from flexray.actors.gang import GangCache
+from flexray.actors.lora import Lora, add_adapters, random_adapters
 from flexray.actors.loss import LossModel, TokenLoss, cross_entropy
 from flexray.actors.mesh import parameter_mesh
 from flexray.actors.model import ModelFactory, build_on_meta
@@ -57,6 +59,7 @@ class EngineSettings:
     model_factory: ModelFactory | None = None  # None: the configuration's own class
     token_loss: TokenLoss = cross_entropy
     weights: Path | None = None  # a folder of safetensors; None: random
+    lora: Lora | None = None  # adapters to train instead of the weights
     dtype: str = "float32"  # bfloat16: bfloat16 compute, float32 masters and reductions
     seed: int = 0
     shard_size: int | None = None  # ranks that share parameters, states, gradients; None: all
@@ -86,6 +89,11 @@ class EngineSettings:
     def master_dtype(self) -> torch.dtype:
         """The dtype of parameters, gradients and optimizer state."""
         return torch.float64 if self.dtype == "float64" else torch.float32
+
+    @property
+    def base_dtype(self) -> torch.dtype:
+        """The dtype of the model's own parameters: under adapters they are frozen."""
+        return self.compute_dtype if self.lora else self.master_dtype
 
 
 class Engine:
@@ -254,12 +262,10 @@ class Engine:
     def _build(self) -> LossModel:
         settings = self.settings
         blueprint = build_on_meta(settings.model, torch.float32, settings.model_factory)
-        model = LossModel(
-            build_on_meta(settings.model, settings.master_dtype, settings.model_factory),
-            settings.loss_chunk,
-            self.watch,
-            settings.token_loss,
-        )
+        own = build_on_meta(settings.model, settings.base_dtype, settings.model_factory)
+        if settings.lora:
+            add_adapters(own, settings.lora, master=settings.master_dtype)
+        model = LossModel(own, settings.loss_chunk, self.watch, settings.token_loss)
         mesh = parameter_mesh(
             self.device.type,
             settings.shard_size,
@@ -277,7 +283,7 @@ class Engine:
             tensors = random_parameters(blueprint, settings.seed)
         else:
             tensors = saved_parameters(blueprint, settings.weights)
-        fill(model, self.device, tensors)
+        fill(model, self.device, chain(tensors, random_adapters(own, settings.seed)))
         return model.train()
 
     def _check_generation(self, work: RankStep) -> None:

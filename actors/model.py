@@ -67,18 +67,19 @@ def _check_keys(keys: Mapping[str, Any]) -> None:
     if kind not in CONFIG_MAPPING:
         raise ModelRefused(
             f"model.config.model_type={kind!r} is no Hugging Face architecture"
-            + _did_you_mean(str(kind), CONFIG_MAPPING)
+            + did_you_mean(str(kind), CONFIG_MAPPING)
         )
     config_class = CONFIG_MAPPING[kind]
     known = {f.name for f in fields(config_class)} | set(config_class.attribute_map) | OLD_KEYS
     for key in keys:
         if key not in known:
             raise ModelRefused(
-                f"model.config.{key} is no setting of {kind} models" + _did_you_mean(key, known)
+                f"model.config.{key} is no setting of {kind} models" + did_you_mean(key, known)
             )
 
 
-def _did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A hint at the nearest of what is known, or nothing."""
     near = difflib.get_close_matches(word, list(known), 1)
     return f": did you mean {near[0]}?" if near else ""
 

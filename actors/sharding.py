@@ -8,7 +8,6 @@ its own rows: no rank ever holds the whole model, and the values do not depend o
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,8 +19,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from flexray.actors.lora import plain_name
 from flexray.actors.loss import LossModel
 from flexray.actors.model import ModelRefused
+from flexray.actors.streams import stream
 from flexray.actors.timing import Stopwatch, own_work
 
 _LEAST = {kind: torch.iinfo(kind).min for kind in (torch.int32, torch.int64)}
@@ -35,7 +36,7 @@ def shard(
     compute_dtype: torch.dtype,
     activation_checkpointing: bool,
 ) -> None:
-    """Shards `model` (on the meta device, masters' dtype) over `mesh` (mesh.py), in place."""
+    """Shards `model` (on the meta device) over `mesh` (mesh.py), in place."""
     if activation_checkpointing:
         model.model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = MixedPrecisionPolicy()
@@ -70,13 +71,14 @@ def fill(
 ) -> None:
     """Gives the sharded `model` memory on `device` and its values, one whole parameter at a time.
 
-    `tensors`: (name in the Hugging Face model, value), every parameter once; tied ones once.
+    `tensors`: (name in the Hugging Face model, value), every parameter once; tied ones once;
+    adapters by their own names.
     Persistent buffers may be among them.
     Raises ModelRefused for missing or unknown names and for shapes that differ.
     """
     model.to_empty(device=device)
     _rebuild_buffers(model.model)
-    parameters = dict(model.model.named_parameters())
+    parameters = {plain_name(name): p for name, p in model.model.named_parameters()}
     buffers = dict(model.model.named_buffers())
     for name, value in tensors:
         place = parameters.pop(name, None)
@@ -160,9 +162,8 @@ def random_parameters(model: PreTrainedModel, seed: int) -> Iterator[tuple[str, 
         twin.to_empty(device="cpu", recurse=False)
         for parameter in twin.parameters(recurse=False):
             _forget(parameter)
-        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+            torch.manual_seed(stream(seed, name))
             model._init_weights(twin)
         for parameter_name, _ in own:
             full_name = f"{name}.{parameter_name}" if name else parameter_name

@@ -93,6 +93,16 @@ class ClusterSection(Section):
         return self
 
 
+class LoraSection(Section):
+    """Low-rank adapters, trained instead of the weights."""
+
+    rank: Positive = Field(default=16, description="of each adapter")
+    alpha: float = Field(default=32.0, gt=0, description="adapters are scaled by alpha / rank")
+    targets: Annotated[tuple[Text, ...], Field(strict=False, min_length=1)] | None = Field(
+        default=None, description="linear layers by name; default: all of the decoder"
+    )
+
+
 class ModelSection(Section):
     """A causal language model of Hugging Face transformers: random weights or a local folder."""
 
@@ -103,6 +113,7 @@ class ModelSection(Section):
     path: Folder | None = Field(
         default=None, description="local Hugging Face folder, instead of config"
     )
+    lora: LoraSection | None = Field(default=None, description="train adapters only; needs PEFT")
     activation_checkpointing: bool = Field(
         default=False, description="recompute layers in the backward"
     )

@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from flexray import estimate
 from flexray.actors.engine import EngineSettings
+from flexray.actors.lora import Lora, add_adapters
 from flexray.actors.loss import TokenLoss, check_token_loss, cross_entropy
 from flexray.actors.mesh import check_shard_size
 from flexray.actors.model import ModelFactory, ModelRefused, check_model, model_config
@@ -151,6 +152,9 @@ def prepare(
         given = model_config(config.model.config, config.model.path)
         built = check_model(given, model)
         check_token_loss(loss or cross_entropy, built.config.vocab_size)
+        settings = _settings(config, given, model, loss)
+        if settings.lora:
+            add_adapters(built, settings.lora, master=settings.master_dtype)
     except ModelRefused as error:
         raise UserError(str(error)) from None
     hf_config = built.config if model else given
@@ -178,7 +182,7 @@ def prepare(
         hf_config,
         parameters=sum(p.numel() for p in built.parameters()),
         trained=sum(p.numel() for p in built.parameters() if p.requires_grad),
-        settings=_settings(config, given, model, loss),
+        settings=settings,
         data=data,
         documents=documents,
     )
@@ -195,6 +199,7 @@ def _settings(
         model_factory=factory,
         token_loss=loss or cross_entropy,
         weights=config.model.path,
+        lora=Lora(**lora.model_dump()) if (lora := config.model.lora) else None,
         shard_size=config.cluster.shard_size,
         dtype=train.dtype,
         seed=train.seed,

@@ -151,6 +151,15 @@ FILE_ERRORS = [
     ("cluster: {gpus: 3, max_gpus: 2}", "cluster.gpus (3) must not be greater than cluster.max_g"),
     ("cluster: {min_gpus: 4, max_gpus: 2}", "cluster.min_gpus (4) must not be greater than clus"),
     ("cluster: {min_gpus: 4, gpus: 2}", "cluster.min_gpus (4) must not be greater than cluster.g"),
+    ("cluster: {shard_size: 0}", "cluster.shard_size: must be greater than 0, not 0"),
+    ("model: {lora: {rank: 0}}", "model.lora.rank: must be greater than 0, not 0"),
+    ("model: {lora: {targets: q_proj}}", "model.lora.targets: must be a list, not 'q_proj'"),
+    ("model: {lora: {dropout: 0.1}}", "unknown key model.lora.dropout: allowed here: rank, alpha"),
+    ("train: {schedule: step}", "train.schedule: must be 'constant', 'linear' or 'cosine'"),
+    (
+        "train: {min_learning_rate: 0.1}",
+        "train.min_learning_rate (0.1) must not be greater than train.learning_rate (0.005)",
+    ),
     (f"data: {{corpus: [{'x' * 999}]}}", "config.yaml: data.corpus: must be text, not a list"),
 ]
 

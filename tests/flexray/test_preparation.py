@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from flexray import estimate
+from flexray.actors.lora import Lora
 from flexray.actors.worker import Place
 from flexray.config import ClusterSection, load_config
 from flexray.datasets.annotate import annotate
@@ -120,6 +121,16 @@ def test_states_are_masters_gradients_moments_and_frozen_parameters_in_the_compu
     assert job("train.dtype=float64")._shape.state_bytes == 32 * half.parameters
     some = replace(half, trained=1000)
     assert some._shape.state_bytes == 16 * 1000 + 2 * (half.parameters - 1000)
+
+
+def test_adapters_are_what_is_trained_and_counted():
+    few = job("model.lora={rank: 2, targets: [q_proj]}", "train.dtype=bfloat16")
+    assert few.trained == 2 * 2 * (64 + 64)  # two layers, q of 64 x 64
+    assert few.parameters == job().parameters + few.trained
+    assert few._shape.state_bytes == 16 * few.trained + 2 * job().parameters
+    assert job("model.lora={}").settings.lora == Lora(16, 32.0, None)
+    with pytest.raises(UserError, match=r"targets: qproj is no linear .* did you mean q_proj\?$"):
+        job("model.lora.targets=[qproj]")
 
 
 def test_a_shard_size_must_divide_the_ranks():
