@@ -21,10 +21,15 @@ MANIFEST_NAME = "manifest.json"
 
 
 class TokenizerInfo(BaseModel, frozen=True):
-    """Which tokenizer made the token ids; `sha256` is of its full definition, not of its name."""
+    """Which tokenizer made the token ids.
+
+    `sha256` is of its full definition, not of its name; `chat_template_sha256` of the template that
+    rendered chats, None where there were none.
+    """
 
     name: str
     sha256: str
+    chat_template_sha256: str | None = None
 
 
 class LengthBucket(BaseModel, frozen=True):
@@ -66,7 +71,8 @@ class Manifest(BaseModel, frozen=True):
 
     def write(self, folder: Path) -> None:
         """Write manifest.json into `folder`."""
-        (folder / MANIFEST_NAME).write_text(self.model_dump_json(indent=2) + "\n")
+        text = self.model_dump_json(indent=2, exclude_none=True)
+        (folder / MANIFEST_NAME).write_text(text + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:

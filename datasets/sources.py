@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
+import posixpath
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal
 
 import pyarrow as pa
 
 from flexray.datasets.errors import CorpusError
+from flexray.datasets.locations import Location, open_file
 from flexray.datasets.manifest import MANIFEST_NAME
 
 Kind = Literal["text", "jsonl", "parquet", "arrow"]
@@ -30,16 +31,26 @@ _COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 
 @dataclass(frozen=True)
 class Source:
-    """One input file; `size` in bytes as stored."""
+    """One input file.
 
-    path: Path
+    Attributes:
+        name: what messages call it: its path, or its URL.
+        url: says which file system `path` is on; empty for local files.
+        size: in bytes, as stored.
+        modified: when, in ns; 0 where the file system does not say.
+    """
+
+    name: str
+    url: str
+    path: str
     kind: Kind
     size: int
+    modified: int = 0
     compression: str | None = None
 
     def open(self) -> pa.NativeFile:
-        """The file as stored, memory-mapped."""
-        return pa.memory_map(str(self.path)) if self.size else pa.BufferReader(b"")
+        """The file as stored, memory-mapped where it is local."""
+        return open_file(self.url, self.path)
 
     def decompress(self, stored: pa.NativeFile) -> pa.NativeFile:
         """The contents of an opened file."""
@@ -51,68 +62,69 @@ class Source:
 def find_sources(inputs: Iterable[str | Path]) -> list[Source]:
     """The files that `inputs` name, in their order; folders are walked in sorted order.
 
-    In a folder, names that begin with a dot and `__pycache__` are passed over, symbolic links to
-    folders are not followed, and where Hugging Face `save_to_disk` left a `state.json`, the data
-    files that it lists are taken.
+    Inputs are local paths or URLs, of files or folders, or globs of them. In a folder, names that
+    begin with a dot and `__pycache__` are passed over, symbolic links to folders are not followed,
+    and where Hugging Face `save_to_disk` left a `state.json`, the data files that it lists are
+    taken.
 
     Raises:
         CorpusError: an input does not exist, is a corpus already, or holds no file.
     """
     sources: list[Source] = []
     for given in inputs:
-        path = Path(given)
-        if path.is_dir():
-            found = _walk(path)
+        at = Location(str(given))
+        for path in at.matches():
+            if not at.stat(path)[0]:
+                sources.append(_classify(at, path))
+                continue
+            found = _walk(at, path)
             if not found:
-                raise CorpusError(f"{path}: the folder holds no files")
-        elif path.exists():
-            found = [path]
-        else:
-            raise CorpusError(f"{path}: no such file or folder")
-        sources += map(_classify, found)
+                raise CorpusError(f"{at.name(path)}: the folder holds no files")
+            sources += [_classify(at, file) for file in found]
     if not sources:
         raise CorpusError("no input given")
     return sources
 
 
-def _walk(root: Path) -> list[Path]:
-    found: list[Path] = []
-    for folder, folders, files in os.walk(root, onerror=_refuse_unreadable):
+def _walk(at: Location, root: str) -> list[str]:
+    found: list[str] = []
+    for here, folders, files in at.walk(root):
         folders[:] = sorted(n for n in folders if not n.startswith(".") and n != "__pycache__")
-        here = Path(folder)
         if MANIFEST_NAME in files and any(n.endswith(".arrow") for n in files):
-            raise CorpusError(f"{here}: is a corpus already; give what it was made from")
+            raise CorpusError(f"{at.name(here)}: is a corpus already; give what it was made from")
         if "dataset_dict.json" in files:  # the splits of a save_to_disk folder are its subfolders
             continue
+        names = sorted(n for n in files if not n.startswith("."))
         if {"state.json", "dataset_info.json"} <= set(files):
-            found += _saved_files(here / "state.json")
-            continue
-        found += [here / n for n in sorted(files) if not n.startswith(".")]
+            names = _saved_files(at, posixpath.join(here, "state.json"))
+        found += [posixpath.join(here, name) for name in names]
     return found
 
 
-def _saved_files(state: Path) -> list[Path]:
+def _saved_files(at: Location, state: str) -> list[str]:
     try:
-        entries = json.loads(state.read_text())["_data_files"]
-        return [state.parent / entry["filename"] for entry in entries]
+        with open_file(at.url, state) as file:
+            return [entry["filename"] for entry in json.loads(file.read())["_data_files"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise CorpusError(f"{state}: not as `save_to_disk` writes it ({error!r})") from None
+        raise CorpusError(
+            f"{at.name(state)}: not as `save_to_disk` writes it ({error!r})"
+        ) from None
 
 
-def _refuse_unreadable(error: OSError) -> None:
-    raise CorpusError(f"{error.filename}: cannot be read ({error.strerror})")
-
-
-def _classify(path: Path) -> Source:
-    compression = _COMPRESSIONS.get(path.suffix.lower())
-    suffix = (path.with_suffix("") if compression else path).suffix.lower()
+def _classify(at: Location, path: str) -> Source:
+    _, size, modified = at.stat(path)
+    pure = PurePath(path)
+    compression = _COMPRESSIONS.get(pure.suffix.lower())
+    suffix = (pure.with_suffix("") if compression else pure).suffix.lower()
+    kind = _KINDS.get(suffix, "text")
+    source = Source(at.name(path), at.url, path, kind, size, modified, compression)
+    if suffix != ".json":
+        return source
     try:
-        source = Source(path, _KINDS.get(suffix, "text"), path.stat().st_size, compression)
-        if suffix == ".json":
-            return Source(path, _sniff_json(source), source.size, compression)
+        kind = _sniff_json(source)
     except OSError as error:
-        raise CorpusError(f"{path}: cannot be read ({error})") from None
-    return source
+        raise CorpusError(f"{source.name}: cannot be read ({error})") from None
+    return Source(source.name, at.url, path, kind, size, modified, compression)
 
 
 def _sniff_json(source: Source) -> Kind:
@@ -121,7 +133,7 @@ def _sniff_json(source: Source) -> Kind:
         start = source.decompress(stored).read(1 << 24).lstrip()
     if start.startswith(b"["):
         raise CorpusError(
-            f"{source.path}: is one JSON array; give one object a line (jq -c '.[]' FILE)"
+            f"{source.name}: is one JSON array; give one object a line (jq -c '.[]' FILE)"
         )
     first, newline, _ = start.partition(b"\n")
     try:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 from uuid import uuid4
 
 from flexray.datasets.errors import CorpusError
@@ -47,11 +48,14 @@ def _own_files(folder: Path) -> list[str]:
 
 
 @contextmanager
-def staged_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yield an empty sibling of `out` to write into; it becomes `out` when the block ends well.
+def staged_folder(
+    out: Path, *, overwrite: bool = False, keep: Callable[[Path], bool] = lambda _: False
+) -> Iterator[Path]:
+    """Yield a sibling of `out` to write into; it becomes `out` when the block ends well.
 
-    If the block raises, the sibling is removed; if the process is killed, the sibling stays, but
-    no `out` exists, and the next call for the same `out` removes what no living process holds.
+    If the block raises or the process is killed, no `out` exists. A sibling that is worth it, as
+    `keep` says, then stays, and the next call for the same `out` yields it again; any other that no
+    living process holds is removed. Without such a one, the sibling is empty.
 
     Raises:
         CorpusError: `out` is taken (`check_free`), now or when the block ends.
@@ -60,34 +64,61 @@ def staged_folder(out: Path, *, overwrite: bool = False) -> Iterator[Path]:
     out = out.resolve()
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = f".{out.name}.partial-"
-    for leftover in out.parent.glob(f"{partial}*"):
-        _remove_if_abandoned(leftover)
+    folder, lock = _take_over(out, partial, keep) or _make(out, partial)
+    try:
+        yield folder
+        (folder / LOCK_NAME).unlink()
+        check_free(out, overwrite)
+        if overwrite and out.exists():
+            old = out.with_name(partial + uuid4().hex)
+            # Held by nobody: if this process dies, the next cleans up.
+            (out / LOCK_NAME).touch()
+            out.rename(old)
+            folder.rename(out)
+            _remove(old)
+        else:
+            try:
+                folder.rename(out)
+            except OSError:  # another process was first, or `out` cannot be written
+                check_free(out, overwrite)
+                raise
+    except BaseException:
+        if keep(folder):
+            (folder / LOCK_NAME).touch()
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    finally:
+        lock.close()
+
+
+def _make(out: Path, partial: str) -> tuple[Path, TextIO]:
+    """An empty folder, and the lock that is held on it."""
     # It gets the name that others clean up only once it is locked.
     folder = out.with_name(f".{out.name}.new-{uuid4().hex}")
     folder.mkdir()
-    try:
-        with (folder / LOCK_NAME).open("w") as lock:
-            _try_lock(lock.fileno())
-            folder = folder.rename(out.with_name(partial + uuid4().hex))
-            yield folder
-            (folder / LOCK_NAME).unlink()
-            check_free(out, overwrite)
-            if overwrite and out.exists():
-                old = out.with_name(partial + uuid4().hex)
-                # Held by nobody: if this process dies, the next cleans up.
-                (out / LOCK_NAME).touch()
-                out.rename(old)
-                folder.rename(out)
-                _remove(old)
-            else:
-                try:
-                    folder.rename(out)
-                except OSError:  # another process was first, or `out` cannot be written
-                    check_free(out, overwrite)
-                    raise
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    lock = (folder / LOCK_NAME).open("w")
+    _try_lock(lock.fileno())
+    return folder.rename(out.with_name(partial + uuid4().hex)), lock
+
+
+def _take_over(out: Path, partial: str, keep: Callable[[Path], bool]) -> tuple[Path, TextIO] | None:
+    """What a dead process left that is worth keeping; all else that the dead left is removed."""
+    found: tuple[Path, TextIO] | None = None
+    for folder in sorted(out.parent.glob(f"{partial}*")):
+        try:
+            lock = (folder / LOCK_NAME).open("r+")
+        except FileNotFoundError:
+            continue  # just renamed or removed by its owner
+        if not _try_lock(lock.fileno()):
+            lock.close()
+        elif found or not keep(folder):
+            _remove(folder)
+            lock.close()
+        else:
+            # Processes of the dead one that still write look for the old name.
+            found = folder.rename(out.with_name(partial + uuid4().hex)), lock
+    return found
 
 
 def _try_lock(descriptor: int) -> bool:
@@ -97,15 +128,6 @@ def _try_lock(descriptor: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _remove_if_abandoned(folder: Path) -> None:
-    try:
-        with (folder / LOCK_NAME).open("r+") as lock:
-            if _try_lock(lock.fileno()):
-                _remove(folder)
-    except FileNotFoundError:
-        return  # just renamed or removed by its owner
 
 
 def _remove(folder: Path) -> None:

@@ -14,6 +14,7 @@ from flexray.datasets.manifest import TokenizerInfo
 
 if TYPE_CHECKING:
     import tokenizers
+    import transformers
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -81,14 +82,26 @@ def load_tokenizer(name: str) -> Tokenizer:
     """
     if name == "bytes":
         return BytesTokenizer()
+    file = bare_file(name)
+    backend = _from_file(name, file) if file else load_transformers(name).backend_tokenizer
+    return HuggingFaceTokenizer(name, backend)
+
+
+def bare_file(name: str) -> Path | None:
+    """The `tokenizer.json` that `name` stands for, if that is all there is.
+
+    Raises:
+        CorpusError: it is a path, and does not exist.
+    """
     path = Path(name).expanduser()
     looks_local = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
     if not path.exists() and (looks_local or path.suffix == ".json"):
         raise CorpusError(f"tokenizer {name}: no such file or folder")
-    file = path if path.is_file() else path / "tokenizer.json"
-    if path.is_file() or (file.is_file() and not (path / "tokenizer_config.json").is_file()):
-        return HuggingFaceTokenizer(name, _from_file(name, file))
-    return HuggingFaceTokenizer(name, _from_transformers(name, path))
+    if path.is_file():
+        return path
+    file = path / "tokenizer.json"
+    more = ("tokenizer_config.json", "chat_template.jinja")
+    return file if file.is_file() and not any((path / other).is_file() for other in more) else None
 
 
 def _from_file(name: str, file: Path) -> tokenizers.Tokenizer:
@@ -103,12 +116,19 @@ def _from_file(name: str, file: Path) -> tokenizers.Tokenizer:
         ) from None
 
 
-def _from_transformers(name: str, path: Path) -> tokenizers.Tokenizer:
+def load_transformers(name: str) -> transformers.PreTrainedTokenizerFast:
+    """A folder's or the Hub's tokenizer as `transformers` loads it.
+
+    Raises:
+        CorpusError: it cannot be loaded, or is not a fast one.
+    """
     from transformers import AutoTokenizer
 
-    source = str(path) if path.exists() else name
+    path = Path(name).expanduser()
     try:
-        loaded = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        loaded = AutoTokenizer.from_pretrained(
+            str(path) if path.exists() else name, trust_remote_code=False
+        )
     except Exception as error:  # OSError, ValueError, KeyError, hub errors: all mean "no"
         reason = str(error).strip().split("\n")[0]
         raise CorpusError(
@@ -120,5 +140,4 @@ def _from_transformers(name: str, path: Path) -> tokenizers.Tokenizer:
             f"tokenizer {name}: transformers has no fast version of it; "
             "save one as tokenizer.json and give that folder"
         )
-    backend: tokenizers.Tokenizer = loaded.backend_tokenizer
-    return backend
+    return loaded

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from pydantic import BaseModel
 
 from flexray.datasets.errors import CorpusError
 from flexray.datasets.manifest import (
@@ -28,22 +30,43 @@ _MAX_BATCH_TOKENS = (1 << 31) - 1  # list offsets are int32
 IntArray = npt.NDArray[np.integer]
 
 
-class CorpusWriter:
-    """Writes `part-NNNNN.arrow` files into `folder`; `finish` adds the manifest.
+class Written(BaseModel, frozen=True):
+    """What a `SequenceWriter` wrote, and which input rows it did not: `dropped` says why.
+
+    `length_counts` is a `count_lengths`.
+    """
+
+    files: list[FileEntry]
+    length_counts: list[int]
+    dropped: dict[str, int]
+
+    @property
+    def rows(self) -> int:
+        """Sequences."""
+        return sum(entry.rows for entry in self.files)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences."""
+        return sum(entry.tokens for entry in self.files)
+
+
+class SequenceWriter:
+    """Writes sequences to files `NAME-NNNNN.arrow` in `folder`: a corpus, or a piece of one.
 
     Columns: `input_ids` list<int32>, `length` int32, `label_tokens` int32 and, where sequences
     come with labels, `labels` list<int32> (unshifted, -100 where nothing is to be learned).
     """
 
-    def __init__(self, folder: Path, tokenizer: TokenizerInfo, vocab_size: int) -> None:
-        self._folder, self._tokenizer, self._vocab_size = folder, tokenizer, vocab_size
+    def __init__(self, folder: Path, name: str = "part") -> None:
+        self._folder, self._name = folder, name
         self._with_labels: bool | None = None  # the first block decides
         self._pending: list[tuple[IntArray, IntArray, IntArray | None]] = []
         self._pending_rows = self._pending_tokens = 0
         self._file: pa.ipc.RecordBatchFileWriter | None = None
         self._file_counts = np.zeros(3, np.int64)  # rows, tokens, label tokens of the open file
         self._files: list[FileEntry] = []
-        self._histogram = count_lengths(np.empty(0, np.int32))
+        self._length_counts = count_lengths(np.empty(0, np.int32))
         self.dropped: Counter[str] = Counter()
         self.rows = self.tokens = 0
 
@@ -75,32 +98,15 @@ class CorpusWriter:
         if self._pending_tokens >= BATCH_TOKENS or self._pending_rows >= BATCH_ROWS:
             self._flush()
 
-    def finish(self) -> Manifest:
-        """Close the last file and write the manifest.
-
-        Raises:
-            CorpusError: no sequence was added.
-        """
+    def close(self) -> Written:
+        """Finish the last file."""
         self._flush()
         self._close_file()
-        if not self._files:
-            lost = ", ".join(f"{rows} {why}" for why, rows in sorted(self.dropped.items()))
-            raise CorpusError(
-                "the input holds no sequence with a token in it"
-                + (f" (dropped: {lost})" if lost else "")
-            )
-        manifest = Manifest(
-            tokenizer=self._tokenizer,
-            vocab_size=self._vocab_size,
-            rows=self.rows,
-            tokens=self.tokens,
-            label_tokens=sum(entry.label_tokens for entry in self._files),
-            length_histogram=length_histogram(self._histogram),
-            dropped=dict(sorted(self.dropped.items())),
+        return Written(
             files=self._files,
+            length_counts=self._length_counts.tolist(),
+            dropped=dict(+self.dropped),
         )
-        manifest.write(self._folder)
-        return manifest
 
     def _flush(self) -> None:
         if not self._pending:
@@ -142,12 +148,12 @@ class CorpusWriter:
             self._file = pa.ipc.new_file(self._part_path(), batch.schema)
         self._file.write_batch(batch)
         self._file_counts += (len(lengths), len(input_ids), label_tokens.sum())
-        self._histogram += count_lengths(lengths)
+        self._length_counts += count_lengths(lengths)
         if self._file_counts[1] >= FILE_TOKENS:
             self._close_file()
 
     def _part_path(self) -> Path:
-        return self._folder / f"part-{len(self._files):05d}.arrow"
+        return self._folder / f"{self._name}-{len(self._files):05d}.arrow"
 
     def _close_file(self) -> None:
         if self._file is None:
@@ -169,6 +175,63 @@ class CorpusWriter:
         )
         self._file = None
         self._file_counts[:] = 0
+
+
+class CorpusWriter(SequenceWriter):
+    """Writes a whole corpus into an empty folder."""
+
+    def __init__(self, folder: Path, tokenizer: TokenizerInfo, vocab_size: int) -> None:
+        super().__init__(folder)
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+
+    def finish(self) -> Manifest:
+        """Close the last file and write the manifest.
+
+        Raises:
+            CorpusError: no sequence was added.
+        """
+        return write_manifest(self._folder, self._tokenizer, self._vocab_size, [self.close()])
+
+
+def write_manifest(
+    folder: Path, tokenizer: TokenizerInfo, vocab_size: int, written: Iterable[Written]
+) -> Manifest:
+    """Write the manifest of a corpus whose files are all there.
+
+    Args:
+        folder: of the corpus.
+        tokenizer: that made the token ids.
+        vocab_size: token ids are below it.
+        written: by all writers, in the order of the corpus's rows.
+
+    Raises:
+        CorpusError: no sequence was written.
+    """
+    files: list[FileEntry] = []
+    length_counts = count_lengths(np.empty(0, np.int32))
+    dropped: Counter[str] = Counter()
+    for some in written:
+        files += some.files
+        length_counts += np.array(some.length_counts)
+        dropped.update(some.dropped)
+    if not files:
+        lost = ", ".join(f"{rows} {why}" for why, rows in sorted(dropped.items()))
+        raise CorpusError(
+            "the input holds no sequence with a token in it"
+            + (f" (dropped: {lost})" if lost else "")
+        )
+    manifest = Manifest(
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        rows=sum(entry.rows for entry in files),
+        tokens=sum(entry.tokens for entry in files),
+        label_tokens=sum(entry.label_tokens for entry in files),
+        length_histogram=length_histogram(length_counts),
+        dropped=dict(sorted(dropped.items())),
+        files=files,
+    )
+    manifest.write(folder)
+    return manifest
 
 
 def count_label_tokens(offsets: IntArray, labels: IntArray | None) -> npt.NDArray[np.int32]:

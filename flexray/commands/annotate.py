@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 
 def annotate(
     inputs: Annotated[
-        list[Path],
+        list[str],
         typer.Argument(
             metavar="INPUT",
             show_default=False,
-            help="Files or folders. .jsonl, .parquet and .arrow files hold a document a row; any "
-            "other file is one document of plain text. Text and JSON lines may be compressed "
-            "(.gz, .bz2, .zst, .lz4). Folders are walked in sorted order, hidden names left out.",
+            help="Files or folders, paths or URLs (s3://, gs://, hf://, https://, ...), or globs. "
+            ".jsonl, .parquet and .arrow files hold a document a row; any other file is one "
+            "document of plain text. Text and JSON lines may be compressed (.gz, .bz2, .zst, "
+            ".lz4). Folders are walked in sorted order, hidden names left out.",
         ),
     ],
     out: Annotated[
@@ -45,8 +46,28 @@ def annotate(
         typer.Option(
             metavar="NAME",
             help="Column with lists of token ids, instead of text. A column `labels` beside it "
-            "holds lists of as many, -100 where nothing is to be learned.",
-            show_default="input_ids, where there is no text",
+            "holds lists of as many, -100 where nothing is to be learned; or `loss_mask`, "
+            "`completion_mask` or `assistant_masks` hold 1 where something is, else 0.",
+            show_default="input_ids, where there are neither text nor messages",
+        ),
+    ] = None,
+    chat_column: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Column with chats, lists of messages with role and content, instead of text. "
+            "The tokenizer's chat template renders them, and only what the assistant says is "
+            "learned. A column `tools` beside it is given to the template.",
+            show_default="messages, where there is no text",
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Ray tasks at once, at most; 1: none, all is done in this process.",
+            show_default="as many as CPUs, or 1 for less than 128 MiB",
         ),
     ] = None,
     overwrite: Annotated[
@@ -64,12 +85,19 @@ def annotate(
 
       flexray annotate books/ --tokenizer bytes --out corpora/books
 
-      flexray annotate chats.jsonl.gz --text-column content --tokenizer Qwen/Qwen3-0.6B --out chats
+      flexray annotate s3://bucket/web/*.jsonl.gz --tokenizer Qwen/Qwen3-0.6B --out web
+
+      flexray annotate chats.parquet --chat-column messages --tokenizer ./my-model --out chats
 
       flexray annotate shards/*.parquet --tokens-column input_ids --tokenizer ./my-model --out ids
 
-    DIR appears when everything is written, or not at all: after an interruption, run it again.
+    Large inputs are cut into pieces that Ray tasks share (RAY_ADDRESS names a cluster); the corpus
+    is the same whoever makes it. DIR appears when everything is written, or not at all: after an
+    interruption, the same command goes on with the pieces that are finished.
     """
+    from functools import partial
+
+    from flexray.annotation import run_pieces
     from flexray.datasets.annotate import annotate as make_corpus
 
     with _Bar() as bar:
@@ -79,8 +107,10 @@ def annotate(
             tokenizer,
             text_column=text_column,
             tokens_column=tokens_column,
+            chat_column=chat_column,
             overwrite=overwrite,
             progress=bar.show,
+            run=partial(run_pieces, workers=workers),
         )
     _summarise(corpus, out)
 

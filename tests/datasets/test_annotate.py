@@ -15,8 +15,7 @@ import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 
-from flexray.datasets import annotate as annotate_module
-from flexray.datasets import readers, writer
+from flexray.datasets import parts, piece_writer, writer
 from flexray.datasets.annotate import Progress, annotate
 from flexray.datasets.corpus import Corpus
 
@@ -241,10 +240,10 @@ def test_large_inputs_make_several_files_and_batches(
     monkeypatch.setattr(writer, "BATCH_ROWS", 40)
     monkeypatch.setattr(writer, "FILE_TOKENS", 10_000)
     monkeypatch.setattr(writer, "_MAX_BATCH_TOKENS", 3_000)
-    monkeypatch.setattr(readers, "SLICE_ROWS", 7)
-    monkeypatch.setattr(readers, "SLICE_BYTES", 5_000)
-    monkeypatch.setattr(annotate_module, "_ENCODE_CHARACTERS", 1_000)
-    monkeypatch.setattr(annotate_module, "_ENCODE_TEXTS", 5)
+    monkeypatch.setattr(parts, "SLICE_ROWS", 7)
+    monkeypatch.setattr(parts, "SLICE_BYTES", 5_000)
+    monkeypatch.setattr(piece_writer, "ENCODE_CHARACTERS", 1_000)
+    monkeypatch.setattr(piece_writer, "ENCODE_TEXTS", 5)
     rng = np.random.default_rng(0)
     texts = ["t" * int(n) for n in rng.integers(0, 900, 200)]
     ids = [rng.integers(0, 256, int(n)).tolist() for n in rng.integers(0, 900, 200)]

@@ -88,7 +88,7 @@ def test_one_json_array(tmp_path: Path) -> None:
 def test_table_without_the_column(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"id": [1], "body": ["b"]}), path)
-    fails(path, str(path), "no column 'text' or 'input_ids'", "it has id, body")
+    fails(path, str(path), "no column 'text', 'messages' or 'input_ids'", "it has id, body")
     fails(path, "no column 'content'", "it has id, body", text_column="content")
 
 
@@ -186,7 +186,7 @@ def test_nothing_to_read(tmp_path: Path) -> None:
 
 def test_text_and_tokens_column_at_once(tmp_path: Path) -> None:
     path = ids_file(tmp_path, [[1]])
-    fails(path, "not both", text_column="a", tokens_column="b")
+    fails(path, "not several", text_column="a", tokens_column="b")
 
 
 def test_a_corpus_as_input(tmp_path: Path) -> None:
@@ -200,6 +200,6 @@ def test_unreadable_state_of_save_to_disk(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "dataset_info.json").write_text("{}")
     (folder / "state.json").write_text('{"_data_files": [{"filename": "gone.arrow"}]}')
-    fails(folder, "gone.arrow", "cannot be read")
+    fails(folder, "gone.arrow", "no such file")
     (folder / "state.json").write_text("{}")
     fails(folder, "state.json")

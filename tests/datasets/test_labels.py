@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flexray.datasets import readers, writer
+from flexray.datasets import parts, writer
 from flexray.datasets.annotate import annotate
 from flexray.datasets.corpus import Corpus
 from flexray.datasets.errors import CorpusError
@@ -114,7 +114,7 @@ def test_labels_across_blocks_batches_and_files(
 ) -> None:
     """The limits only, lowered."""
     for module, limit, value in (
-        (readers, "SLICE_ROWS", 7),
+        (parts, "SLICE_ROWS", 7),
         (writer, "BATCH_TOKENS", 50),
         (writer, "FILE_TOKENS", 200),
     ):
@@ -158,22 +158,102 @@ def test_labels_of_another_kind(tmp_path: Path, name: str, write: Write, value: 
     assert "labels" in refusal(tmp_path, tmp_path / name)
 
 
+MASKS = ["loss_mask", "completion_mask", "assistant_masks"]
+
+
 @formats
-@pytest.mark.parametrize("mask", ["loss_mask", "completion_mask", "assistant_masks"])
-def test_masks_are_refused_by_name(tmp_path: Path, name: str, write: Write, mask: str) -> None:
-    write(tmp_path / name, [{"ids": [1, 2], mask: [0, 1]}])
-    message = refusal(tmp_path, tmp_path / name, tokens_column="ids")
-    assert f"`{mask}` is not supported yet: give labels with -100" in message
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_say_what_is_learned(tmp_path: Path, name: str, write: Write, mask: str) -> None:
+    records: list[Record] = [
+        {"ids": [1, 2, 3], mask: [1, 0, 1]},
+        {"ids": None, mask: [1]},
+        {"ids": [4], mask: [0]},
+        {"ids": [], mask: []},
+        {"ids": [0, 6], mask: [1, 1]},
+    ]
+    if name == "a.arrow":
+        with pa.ipc.new_stream(tmp_path / name, pa.Table.from_pylist(records).schema) as stream:
+            stream.write_table(pa.Table.from_pylist(records), max_chunksize=2)
+    else:
+        write(tmp_path / name, records)
+    corpus = annotate([tmp_path / name], tmp_path / "out", "bytes", tokens_column="ids")
+    assert labels(corpus) == [[1, -100, 3], [-100], [0, 6]]
+    assert corpus.label_tokens.tolist() == [1, 0, 1]
+    assert corpus.manifest.dropped == {"empty": 1, "null": 1}
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        pa.array([[True, False], [True]]),
+        pa.array([[1, 0], [1]], pa.large_list(pa.uint8())),
+        pa.array([[1, 0], [1]], pa.list_view(pa.int64())),
+        pa.DictionaryArray.from_arrays(pa.array([1, 0]), pa.array([[1], [1, 0]])),
+        pa.ListArray.from_arrays(
+            pa.array([0, 2, 3], pa.int32()), pa.array([1, 0, 1], pa.int16()).dictionary_encode()
+        ),
+    ],
+    ids=["flags", "large list", "list view", "dictionary of lists", "list of dictionary"],
+)
+def test_masks_however_they_are_stored(tmp_path: Path, mask: pa.Array) -> None:
+    table = pa.table({"input_ids": pa.array([[1, 2], [3]]), "loss_mask": mask})
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as file:
+        file.write_table(table)
+    assert labels(annotate([tmp_path / "a.arrow"], tmp_path / "out", "bytes")) == [[1, -100], [3]]
+
+
+def test_flags_in_json_lines(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"input_ids": [1, 2], "loss_mask": [False, True]}])
+    assert labels(annotate([tmp_path / "a.jsonl"], tmp_path / "out", "bytes")) == [[-100, 2]]
+
+
+@formats
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        ([1], "1 loss_mask values for 2 token ids"),
+        ([1, 2], "loss_mask holds 2"),
+        ([-1, 0], "loss_mask holds -1"),
+        ([1, None], "a loss_mask value is null"),
+        (None, "token ids without loss_mask"),
+    ],
+)
+def test_masks_that_do_not_belong_to_their_ids(
+    tmp_path: Path, name: str, write: Write, bad: Any, says: str
+) -> None:
+    path = tmp_path / name
+    records = [{"input_ids": [1, 2], "loss_mask": mask} for mask in ([0, 1], [1, 1], bad)]
+    records[1]["input_ids"] = None  # the null row shifts what is left
+    if name == "a.arrow":
+        with pa.ipc.new_file(path, pa.Table.from_pylist(records).schema) as file:
+            file.write_table(pa.Table.from_pylist(records))
+    else:
+        write(path, records)
+    where = f"{path}:3" if name == "a.jsonl" else f"{path}: row 2"
+    assert refusal(tmp_path, path).startswith(f"{where}: {says}")
+
+
+@pytest.mark.parametrize("beside", [("labels", "loss_mask"), ("loss_mask", "completion_mask")])
+def test_two_that_say_what_is_learned_are_refused(tmp_path: Path, beside: tuple[str, str]) -> None:
+    record = {"input_ids": [1, 2], **{name: [0, 1] for name in beside}}
+    for name, write in (("a.jsonl", write_jsonl), ("a.parquet", write_parquet)):
+        write(tmp_path / name, [record])
+        message = refusal(tmp_path, tmp_path / name)
+        assert f"both `{beside[0]}` and `{beside[1]}` say what is trained on; keep one" in message
 
 
 def test_labels_or_a_mask_that_only_some_lines_have(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    write_jsonl(path, [{"input_ids": [1, 2]}, {"input_ids": [1, 2], "labels": [-100, 2]}])
-    assert refusal(tmp_path, path).startswith(f"{path}:2: labels, unlike the lines before")
-    write_jsonl(path, [{"input_ids": [1, 2], "labels": [-100, 2]}, {"input_ids": [1, 2]}])
-    assert refusal(tmp_path, path).startswith(f"{path}:2: no labels, unlike the lines before")
-    write_jsonl(path, [{"input_ids": [1, 2]}, {"input_ids": [1, 2], "loss_mask": [0, 1]}])
-    assert refusal(tmp_path, path).startswith(f"{path}:2: column `loss_mask`")
+    plain, labelled = {"input_ids": [1, 2]}, {"input_ids": [1, 2], "labels": [-100, 2]}
+    masked = {"input_ids": [1, 2], "loss_mask": [0, 1]}
+    for records, says in (
+        ([plain, labelled], "`labels`"),
+        ([labelled, plain], "no labels"),
+        ([plain, masked], "`loss_mask`"),
+        ([labelled, masked], "`loss_mask`"),
+    ):
+        write_jsonl(path, records)
+        assert refusal(tmp_path, path).startswith(f"{path}:2: {says}, unlike the first line")
 
 
 def test_labels_that_only_some_inputs_have(tmp_path: Path) -> None:
