@@ -227,6 +227,22 @@ def test_values_do_not_depend_on_the_world_and_the_base_is_the_files(tmp_path):
     assert (a != b).all()
 
 
+def spans(rank, world, store, lora):
+    """How often own work was timed in a micro-step."""
+    batch = sequences(LENGTHS)
+    ours = engine(rank, world, store, batch, config(), lora=lora)
+    read, seen = ours.watch.read, []
+    ours.watch.read = lambda: seen.append(len(ours.watch._spans["own_work"])) or read()
+    work = work_of(rank, PLAN, label_tokens(batch), CommunicatorCache(8))
+    report = ours.run_step(work)
+    return seen, min(part.wait_ms for part in report.micro_steps)
+
+
+def test_every_layers_own_work_is_timed_forward_and_backward():
+    for lora in (None, LORA):  # two layers and the loss; the first layer's input is frozen
+        assert all(s == [6, 6, 6] and w >= 0 for s, w in run_world(4, spans, lora)), lora
+
+
 @pytest.mark.parametrize(
     "target, hint",
     [
