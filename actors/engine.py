@@ -29,7 +29,7 @@ from flexray.actors.model import ModelFactory, build_on_meta
 from flexray.actors.optimizer import adamw, clip
 from flexray.actors.pack import EMPTY_PACK, Tokens, make_shard
 from flexray.actors.schedule import Schedule, learning_rate
-from flexray.actors.sharding import fill, random_parameters, reshard, saved_parameters, shard
+from flexray.actors.sharding import fill, initial_parameters, reshard, shard
 from flexray.actors.timing import Stopwatch
 from flexray.actors.work import (
     EvaluationReport,
@@ -279,10 +279,7 @@ class Engine:
             compute_dtype=settings.compute_dtype,
             activation_checkpointing=settings.activation_checkpointing,
         )
-        if settings.weights is None:
-            tensors = random_parameters(blueprint, settings.seed)
-        else:
-            tensors = saved_parameters(blueprint, settings.weights)
+        tensors = initial_parameters(blueprint, settings.weights, settings.seed)
         fill(model, self.device, chain(tensors, random_adapters(own, settings.seed)))
         return model.train()
 

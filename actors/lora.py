@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +79,32 @@ def random_adapters(model: nn.Module, seed: int) -> Iterator[tuple[str, torch.Te
             yield name, nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
         elif ".lora_B." in name:
             yield name, torch.zeros(parameter.shape)
+
+
+def merge(
+    base: Iterable[tuple[str, torch.Tensor]],
+    adapters: Mapping[str, torch.Tensor],
+    lora: Lora,
+    *,
+    frozen: torch.dtype,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of the plain model that computes what `base` with `adapters` does.
+
+    `base` is what the frozen parameters were filled with (in dtype `frozen`), one at a time, by
+    plain names; `adapters` by their names in the trained model. Values are in the adapters' dtype.
+    """
+    left = set(adapters)
+    for name, value in base:
+        layer = name.removesuffix(".weight")
+        names = [f"{layer}.lora_{part}.default.weight" for part in "AB"]
+        value = value.to(frozen)
+        if left.issuperset(names):
+            a, b = (adapters[n] for n in names)
+            value = value.to(a.dtype) + lora.alpha / lora.rank * (b @ a)
+            left.difference_update(names)
+        yield name, value
+    if left:
+        raise ModelRefused(f"adapters: the model has no layer for {min(left)}")
 
 
 def plain_name(name: str) -> str:

@@ -146,6 +146,13 @@ def rows_of(parameter: torch.Tensor) -> slice:
     return slice(start, min(start + size, total))
 
 
+def initial_parameters(
+    model: PreTrainedModel, weights: Path | None, seed: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What training starts from: the files of a folder, or random values for `seed`."""
+    return random_parameters(model, seed) if weights is None else saved_parameters(model, weights)
+
+
 def random_parameters(model: PreTrainedModel, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Random values for `model` (on the meta device; not changed) by its own initialiser.
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import DTensor
 
-from flexray.actors.lora import Lora, add_adapters, plain_name, random_adapters
+from flexray.actors.lora import Lora, add_adapters, merge, plain_name, random_adapters
 from flexray.actors.model import ModelRefused, build_on_meta
 from flexray.actors.sharding import own_rows, rows_of
 from flexray.solver.communicators import CommunicatorCache
@@ -225,6 +225,35 @@ def test_values_do_not_depend_on_the_world_and_the_base_is_the_files(tmp_path):
             assert not alone[name].any()
     a, b = (alone[f"model.layers.{i}.self_attn.q_proj.lora_A.default.weight"] for i in (0, 1))
     assert (a != b).all()
+
+
+@pytest.mark.parametrize("frozen", [torch.float64, torch.bfloat16])
+def test_merged_weights_compute_what_the_adapted_model_does(frozen):
+    model = reference(config("qwen2", tie_word_embeddings=True), LORA, torch.float64)
+    own = adapters(model)
+    disturbed(own)
+    base = {
+        plain_name(name.removeprefix("base_model.model.")): p
+        for name, p in model.named_parameters()
+        if not p.requires_grad
+    }
+    merged = dict(merge(base.items(), own, LORA, frozen=frozen))
+    plain = reference_model(config("qwen2", tie_word_embeddings=True), torch.float64, seed=5)
+    with torch.no_grad():
+        for name, p in plain.named_parameters():
+            p.copy_(merged.pop(name))
+        for p in base.values():
+            p.copy_(p.to(frozen))
+        assert not merged
+        ids = torch.from_numpy(sequences((40,))[0][0])[None]
+        right, found = model(ids).logits, plain(ids).logits
+    assert (found - right).abs().max() <= 1e-12 * right.abs().max()
+
+
+def test_adapters_of_another_model_are_not_merged():
+    layer = {f"model.layers.9.lora_{part}.default.weight": torch.zeros(3, 3) for part in "AB"}
+    with pytest.raises(ModelRefused, match=r"no layer for model\.layers\.9\.lora_A"):
+        list(merge([("model.norm.weight", torch.ones(3))], layer, LORA, frozen=torch.float32))
 
 
 def spans(rank, world, store, lora):
