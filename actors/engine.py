@@ -10,25 +10,22 @@ import math
 import resource
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import PretrainedConfig
 
 from flexray.actors.attention.backends import choose_backend
 from flexray.actors.attention.ulysses import SequenceParallel
 from flexray.actors.gang import GangCache
-from flexray.actors.lora import Lora, add_adapters, random_adapters
-from flexray.actors.loss import LossModel, TokenLoss, cross_entropy
+from flexray.actors.lora import add_adapters, random_adapters
+from flexray.actors.loss import LossModel
 from flexray.actors.mesh import parameter_mesh
-from flexray.actors.model import ModelFactory, build_on_meta
+from flexray.actors.model import build_on_meta
 from flexray.actors.optimizer import adamw, clip
 from flexray.actors.pack import EMPTY_PACK, Tokens, make_shard
-from flexray.actors.schedule import Schedule, learning_rate
+from flexray.actors.settings import EngineSettings
 from flexray.actors.sharding import fill, initial_parameters, reshard, shard
 from flexray.actors.timing import Stopwatch
 from flexray.actors.work import (
@@ -49,51 +46,6 @@ class StaleGeneration(RuntimeError):
 
 class StepMismatch(RuntimeError):
     """What the ranks read is not what the driver planned."""
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """All that decides what is trained and how, the same on every rank."""
-
-    model: PretrainedConfig
-    model_factory: ModelFactory | None = None  # None: the configuration's own class
-    token_loss: TokenLoss = cross_entropy
-    weights: Path | None = None  # a folder of safetensors; None: random
-    lora: Lora | None = None  # adapters to train instead of the weights
-    dtype: str = "float32"  # bfloat16: bfloat16 compute, float32 masters and reductions
-    seed: int = 0
-    shard_size: int | None = None  # ranks that share parameters, states, gradients; None: all
-    attention: str = "auto"
-    activation_checkpointing: bool = False
-    loss_chunk: int = 1024  # tokens whose logits are in memory at once
-    learning_rate: float = 1e-3
-    schedule: Schedule = "constant"
-    warmup_steps: int = 0
-    min_learning_rate: float = 0.0
-    steps: int = 1  # of the whole run, which the schedule ends with
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-    timeout_s: float = 300.0  # of a collective
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype of forward and backward."""
-        return {
-            "float32": torch.float32,
-            "float64": torch.float64,
-            "bfloat16": torch.bfloat16,
-        }[self.dtype]
-
-    @property
-    def master_dtype(self) -> torch.dtype:
-        """The dtype of parameters, gradients and optimizer state."""
-        return torch.float64 if self.dtype == "float64" else torch.float32
-
-    @property
-    def base_dtype(self) -> torch.dtype:
-        """The dtype of the model's own parameters: under adapters they are frozen."""
-        return self.compute_dtype if self.lora else self.master_dtype
 
 
 class Engine:
@@ -155,7 +107,7 @@ class Engine:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         made = self.gangs.apply(work.changes)
-        rate = self.next_learning_rate
+        rate = self.settings.learning_rate_of(self.updates + 1)
         loss, reports = self.accumulate(work)
         norm = self.update() if work.label_tokens else 0.0
         self._ended = time.perf_counter()
@@ -222,7 +174,7 @@ class Engine:
         norm = clip(self.model.parameters(), self.settings.clip_norm)
         if math.isfinite(norm):
             for group in self.optimizer.param_groups:
-                group["lr"] = self.next_learning_rate
+                group["lr"] = self.settings.learning_rate_of(self.updates + 1)
             self.optimizer.step()
             self.updates += 1
             self.skipped_in_a_row = 0
@@ -231,19 +183,6 @@ class Engine:
             self.skipped_in_a_row += 1
         self.optimizer.zero_grad()
         return norm
-
-    @property
-    def next_learning_rate(self) -> float:
-        """The schedule's rate for the next update."""
-        settings = self.settings
-        return learning_rate(
-            self.updates + 1,
-            schedule=settings.schedule,
-            peak=settings.learning_rate,
-            floor=settings.min_learning_rate,
-            warmup=settings.warmup_steps,
-            updates=settings.steps,
-        )
 
     def counters(self) -> dict[str, int]:
         """What a checkpoint keeps beside parameters and optimizer state; same on every rank."""

@@ -16,7 +16,7 @@ import ray
 import torch.distributed as dist
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from flexray.actors.engine import EngineSettings
+from flexray.actors.settings import EngineSettings
 from flexray.actors.work import RankStep, StepReport
 from flexray.actors.worker import Place, Worker
 from flexray.datasets.data_source import DataSource

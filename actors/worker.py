@@ -15,7 +15,8 @@ import ray
 import torch
 import torch.distributed as dist
 
-from flexray.actors.engine import Engine, EngineSettings, StaleGeneration
+from flexray.actors.engine import Engine, StaleGeneration
+from flexray.actors.settings import EngineSettings
 from flexray.actors.work import RankStep, StepReport
 from flexray.datasets.data_source import DataSource
 

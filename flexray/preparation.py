@@ -8,12 +8,12 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from flexray import estimate
-from flexray.actors.engine import EngineSettings
 from flexray.actors.lora import Lora, add_adapters
 from flexray.actors.loss import TokenLoss, check_token_loss, cross_entropy
 from flexray.actors.mesh import check_shard_size
 from flexray.actors.model import ModelFactory, ModelRefused, check_model, model_config
 from flexray.actors.pool import cluster_of
+from flexray.actors.settings import EngineSettings
 from flexray.actors.worker import Place
 from flexray.config import Config
 from flexray.datasets.builtin import builtin_corpus

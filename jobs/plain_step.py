@@ -8,9 +8,9 @@ from contextlib import nullcontext
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from flexray.actors.engine import EngineSettings
 from flexray.actors.model import build_on_meta
 from flexray.actors.pack import Tokens
+from flexray.actors.settings import EngineSettings
 from flexray.actors.sharding import random_parameters
 
 

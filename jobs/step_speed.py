@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, PretrainedConfig
 
-from flexray.actors.engine import Engine, EngineSettings
+from flexray.actors.engine import Engine
 from flexray.actors.model import build_on_meta
 from flexray.actors.pack import Tokens
+from flexray.actors.settings import EngineSettings
 from flexray.actors.work import RankMicroStep, RankStep
 from flexray.jobs.plain_step import padded_batches, plain_model, plain_optimizer, plain_step
 

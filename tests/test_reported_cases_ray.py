@@ -8,8 +8,8 @@ import re
 import pytest
 import ray
 
-from flexray.actors.engine import EngineSettings
 from flexray.actors.pool import ImpossibleRequest, Pool, check_resources
+from flexray.actors.settings import EngineSettings
 from flexray.actors.worker import local_device
 from tests.actors.models import config
 

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from flexray.actors.engine import Engine, EngineSettings
+from flexray.actors.engine import Engine
 from flexray.actors.loss import TokenLoss
 from flexray.actors.model import ModelFactory, build_on_meta
 from flexray.actors.pack import Tokens, shift
+from flexray.actors.settings import EngineSettings
 from flexray.actors.sharding import random_parameters
 from flexray.actors.work import RankMicroStep, RankStep
 from flexray.solver.communicators import CommunicatorCache

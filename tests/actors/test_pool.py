@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from flexray.actors.engine import EngineSettings
 from flexray.actors.pool import Pool, PoolError
+from flexray.actors.settings import EngineSettings
 from flexray.actors.work import slices
 from flexray.solver.communicators import CommunicatorCache
 from flexray.solver.cost import CostModel

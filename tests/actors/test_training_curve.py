@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from flexray.actors.engine import EngineSettings
+from flexray.actors.settings import EngineSettings
 from flexray.actors.work import slices
 from flexray.solver.cluster import Cluster
 from flexray.solver.communicators import CommunicatorCache
