@@ -13,6 +13,7 @@ Usage, on every rank alike:
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
@@ -22,9 +23,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint._storage_utils import _storage_setup
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.storage import StorageReader
 
 # Of the ranks' agreement on what is where: the slowest rank's files must be written meanwhile.
 WRITE_TIMEOUT = timedelta(hours=2)
@@ -64,8 +64,7 @@ class Checkpointer:
         Raises CheckpointFailed when it cannot be read or belongs to another model.
         """
         try:
-            saved = read_metadata(location).state_dict_metadata
-            self._make_optimizer_state(set(saved))
+            self._make_optimizer_state(set(SavedTensors(location)))
             dcp.load(self._state(), checkpoint_id=location, process_group=self._group)
         except (Exception, CheckpointException) as error:
             raise CheckpointFailed(f"{location}: cannot load: {_reason(error)}") from None
@@ -105,19 +104,34 @@ def _saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def storage_reader(location: str) -> StorageReader:
-    """What torch.distributed.checkpoint reads `location` with."""
-    from torch.distributed.checkpoint._storage_utils import _storage_setup
+class SavedTensors:
+    """The tensors of a checkpoint, read whole, one at a time, by one process."""
 
-    return _storage_setup(None, location, reader=True)
+    def __init__(self, location: str) -> None:
+        """Raises CheckpointFailed when there is no checkpoint."""
+        self._reader = _storage_setup(None, location, reader=True)
+        try:
+            metadata = self._reader.read_metadata()
+        except Exception as error:
+            raise CheckpointFailed(f"{location}: no checkpoint: {_reason(error)}") from None
+        # It is read again for every load otherwise; for many ranks and parameters it is large.
+        self._reader.read_metadata = lambda *_, **__: metadata
+        self._location, self._entries = location, metadata.state_dict_metadata
 
+    def __iter__(self) -> Iterator[str]:
+        """The keys: `model.NAME`, `optimizer.NAME.exp_avg` and so on."""
+        return iter(self._entries)
 
-def read_metadata(location: str) -> Metadata:
-    """What is in a checkpoint, by key. Raises CheckpointFailed."""
-    try:
-        return storage_reader(location).read_metadata()
-    except Exception as error:
-        raise CheckpointFailed(f"{location}: no checkpoint: {_reason(error)}") from None
+    def read(self, key: str) -> torch.Tensor:
+        """A whole tensor. Raises CheckpointFailed."""
+        entry = self._entries[key]
+        state = {key: torch.empty(entry.size, dtype=entry.properties.dtype)}
+        try:
+            with warnings.catch_warnings(action="ignore"):  # that there is but one process
+                dcp.load(state, storage_reader=self._reader, no_dist=True)
+        except (Exception, CheckpointException) as error:
+            raise CheckpointFailed(f"{self._location}: {key}: {_reason(error)}") from None
+        return state[key]
 
 
 def _future(saving: Any) -> Future[Any]:

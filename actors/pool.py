@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from flexray.actors.settings import EngineSettings
-from flexray.actors.work import RankStep, StepReport
+from flexray.actors.work import EvaluationReport, RankStep, StepReport
 from flexray.actors.worker import Place, Worker
 from flexray.datasets.data_source import DataSource
 from flexray.solver.cluster import Cluster
@@ -112,6 +112,36 @@ class Pool:
         """Queues one step, `work` in rank order; it runs as soon as the one before has ended."""
         return [worker.step.remote(part) for worker, part in zip(self._workers, work, strict=True)]
 
+    def evaluate(self, work: Sequence[RankStep]) -> list[ray.ObjectRef[EvaluationReport]]:
+        """Queues one forward pass without training, like `dispatch`."""
+        return [
+            worker.evaluate.remote(part) for worker, part in zip(self._workers, work, strict=True)
+        ]
+
+    def save(self, location: str) -> tuple[list[ray.ObjectRef], list[ray.ObjectRef]]:
+        """Queues a checkpoint behind what is queued.
+
+        Returns calls that end with a SaveReport once the state is copied, and calls that end once
+        all of it is written, with the reason where it could not be.
+        """
+        return (
+            [worker.save.remote(location) for worker in self._workers],
+            [worker.written.remote() for worker in self._workers],
+        )
+
+    def load(self, location: str, counters: dict[str, int]) -> None:
+        """Has all ranks go on from a checkpoint. Raises PoolError when one cannot."""
+        self.wait([worker.load.remote(location, counters) for worker in self._workers], "load")
+
+    def start_profile(self) -> None:
+        """Has every rank record from behind what is queued."""
+        for worker in self._workers:
+            worker.start_profile.remote()
+
+    def stop_profile(self) -> list[ray.ObjectRef[bytes]]:
+        """Queues the end of the record; calls that end with each rank's Chrome trace."""
+        return [worker.stop_profile.remote() for worker in self._workers]
+
     def wait(self, calls: Sequence[ray.ObjectRef], what: str) -> list:
         """The results of calls to all ranks, in rank order.
 
@@ -119,8 +149,9 @@ class Pool:
         settings that only the actors could find wrong, before the first step.
         """
         pending = list(calls)
+        starting = what in ("start", "join")
         while pending:
-            timeout = None if what == "step" else START_TIMEOUT_S
+            timeout = START_TIMEOUT_S if starting else None
             done, pending = ray.wait(pending, num_returns=1, timeout=timeout)
             if not done:
                 raise PoolError(f"{len(pending)} of {len(calls)} actors did not {what} in time")
@@ -129,7 +160,7 @@ class Pool:
             except GetTimeoutError:
                 pending.append(done[0])
             except RayTaskError as error:
-                if what != "step" and isinstance(error.cause, ValueError):
+                if starting and isinstance(error.cause, ValueError):
                     raise ImpossibleRequest(_one_line(error.cause)) from None
                 rank, why = calls.index(done[0]), _one_line(error.cause)
                 raise PoolError(f"rank {rank} failed during {what}: {why}") from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -15,6 +16,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -46,6 +48,24 @@ DEFAULT_MODEL: dict[str, Any] = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
+
+
+def _check_one_of(section: str, **values: Any) -> None:
+    names = " and ".join(f"{section}.{key}" for key in values)
+    given = sum(value is not None for value in values.values())
+    if given > 1:
+        raise ValueError(f"{names} exclude each other: give one of them, and null for the other")
+    if not given:
+        raise ValueError(f"{names}: give one of them")
+
+
+def _corpus_or_count(value: Any) -> Any:
+    if value is None or (isinstance(value, str) and value) or (type(value) is int and value > 0):
+        return value
+    raise ValueError(
+        "data.validation: must be a corpus or a number of sequences above 0, "
+        f"not {yaml_text.kind(value)}"
+    )
 
 
 class Section(BaseModel):
@@ -148,25 +168,57 @@ class ModelSection(Section):
         return config
 
 
+class CorpusShare(Section):
+    """One corpus of a mixture."""
+
+    corpus: Text = Field(description="'builtin' or a folder made by `flexray annotate`")
+    weight: float = Field(gt=0, description="share of the sequences, against the others")
+
+
 class DataSection(Section):
     """What is read."""
 
-    corpus: Text = Field(
-        default="builtin", description="'builtin' or a folder made by `flexray annotate`"
+    mixture: tuple[CorpusShare, ...] | None = Field(
+        default=None, description="several corpora with weights, instead of corpus"
+    )
+    corpus: Text | None = Field(
+        default_factory=lambda data: "builtin" if data.get("mixture") is None else None,
+        description="'builtin' or a folder made by `flexray annotate`",
     )
     max_length: Positive = Field(
-        default=3072, description="tokens of the longest sequence admitted"
+        default=3072, lt=2**31, description="tokens of the longest sequence admitted"
     )
     over_length: Literal["error", "drop", "truncate", "split"] = Field(
         default="split", description="what happens to longer ones"
     )
+    validation: Annotated[str | int | None, BeforeValidator(_corpus_or_count)] = Field(
+        default=None,
+        description="a corpus, or how many sequences of the others are held out",
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        _check_one_of("data", corpus=self.corpus, mixture=self.mixture or None)
+        return self
+
+    @property
+    def shares(self) -> tuple[CorpusShare, ...]:
+        """The corpora that are trained on."""
+        return self.mixture or (CorpusShare(corpus=str(self.corpus), weight=1.0),)
 
 
 class TrainSection(Section):
     """The optimisation."""
 
     steps: Positive = Field(default=30, description="optimizer steps")
-    batch_sequences: Positive = Field(default=8, description="sequences in a step, over all ranks")
+    batch_tokens: Positive | None = Field(
+        default=None,
+        description="instead of batch_sequences: as many sequences as have no more tokens",
+    )
+    batch_sequences: Positive | None = Field(
+        default_factory=lambda data: None if data.get("batch_tokens") else 8,
+        description="sequences in a step, over all ranks",
+    )
     dtype: Literal["float32", "bfloat16", "float64"] = Field(
         default="float32",
         description="of compute; bfloat16 keeps float32 master weights and reductions",
@@ -183,9 +235,17 @@ class TrainSection(Section):
     betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.95), description="of AdamW")
     weight_decay: float = Field(default=0.1, ge=0, description="of AdamW, decoupled")
     clip_norm: float = Field(default=1.0, gt=0, description="of the global gradient")
+    validate_every: Positive | None = Field(
+        default=None, description="steps between looks at the held-out rows; null: only at the end"
+    )
     max_nonfinite_steps: Positive = Field(
         default=3, description="in a row with a non-finite gradient that end the run"
     )
+
+    @model_validator(mode="after")
+    def _one_size(self) -> Self:
+        _check_one_of("train", batch_sequences=self.batch_sequences, batch_tokens=self.batch_tokens)
+        return self
 
     @model_validator(mode="after")
     def _falling(self) -> Self:
@@ -215,6 +275,20 @@ class PlannerSection(Section):
     )
 
 
+class CheckpointSection(Section):
+    """What is kept to go on from."""
+
+    every: Positive | None = Field(
+        default=500, description="steps; null: only at the end and when the run is stopped"
+    )
+    keep: Positive = Field(default=2, description="newest checkpoints that are kept")
+    dir: Text | None = Field(
+        default=None,
+        description="folder that every node sees, or fsspec URL, in which each run gets its own; "
+        "default: the run's folder",
+    )
+
+
 class TrackingSection(Section):
     """Weights & Biases."""
 
@@ -233,6 +307,7 @@ class Config(Section):
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
     planner: PlannerSection = PlannerSection()
+    checkpoint: CheckpointSection = CheckpointSection()
     tracking: TrackingSection = TrackingSection()
 
     def named(self, name: str) -> Config:
@@ -248,11 +323,11 @@ class Config(Section):
         return yaml_text.dump(self.to_dict())
 
 
-def load_config(path: Path | None, overrides: list[str]) -> Config:
+def load_config(path: Path | Mapping[str, Any] | None, overrides: list[str]) -> Config:
     """Read a YAML file (or nothing: all defaults) and lay `section.key=value` overrides over it.
 
     Args:
-        path: The config file, or None.
+        path: The config file, or sections as a mapping, or None.
         overrides: Texts such as `train.steps=100`; the value is read as YAML. They change one key
             at a time, inside `model.config` too.
 
@@ -260,8 +335,8 @@ def load_config(path: Path | None, overrides: list[str]) -> Config:
         UserError: The file cannot be read, or a key is unknown or its value not allowed: one line
             that names the key and where it came from.
     """
-    source = str(path) if path else "config"
-    data = _read(path) if path else {}
+    source = str(path) if isinstance(path, Path) else "config"
+    data = _read(path) if isinstance(path, Path) else _copy(path or {})
     given = [parse(text) for text in overrides]
     for override in given:
         _seed_model(data, override)
@@ -290,6 +365,15 @@ def _read(path: Path) -> dict[str, Any]:
     if data is not None and not isinstance(data, dict):
         raise UserError(f"{path}: must hold sections such as 'train:', not {yaml_text.kind(data)}")
     return {key: value for key, value in (data or {}).items() if value is not None}
+
+
+def _copy(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections as a YAML file would give them: a path is text, a tuple a list."""
+    try:
+        copy: dict[str, Any] = json.loads(json.dumps(dict(sections), default=os.fspath))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"config: only what YAML can hold: {error}") from None
+    return copy
 
 
 def _seed_model(data: dict[str, Any], override: Override) -> None:

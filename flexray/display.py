@@ -43,6 +43,7 @@ class StepView:
 
     Attributes:
         loss: 0 where the step had no label.
+        skipped: its gradient was not finite, so that it changed nothing.
         plan: degrees of each micro-step, such as `4 | 2 1 1`.
         speedup: planned, over the best single static degree.
         plan_wait_ms: how long the driver waited for the plan.
@@ -57,6 +58,7 @@ class StepView:
     measured_ms: float
     speedup: float
     plan_wait_ms: float
+    skipped: bool = False
 
     @classmethod
     def of(cls, event: StepEvent, planned: PlannedBatch, steps: int) -> StepView:
@@ -71,6 +73,7 @@ class StepView:
             measured_ms=event.step_s * 1e3,
             speedup=planned.speedup,
             plan_wait_ms=event.plan_wait_s * 1e3,
+            skipped=event.skipped,
         )
 
 
@@ -118,6 +121,10 @@ class Display:
         self._progress.update(self._task, completed=view.step, total=view.steps)
         if not self._is_live:
             self.message(_line(view))
+        if view.skipped:
+            self.message(
+                f"step {view.step} skipped: its gradient is not finite, so nothing was changed"
+            )
 
     def _render(self) -> RenderableType:
         if not self._recent:

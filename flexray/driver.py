@@ -7,7 +7,7 @@ driver. Tokens never pass through it.
 from __future__ import annotations
 
 import enum
-import math
+import json
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,18 +15,24 @@ from typing import Any
 
 from flexray.actors.pool import ImpossibleRequest, Pool, PoolError, cluster_of
 from flexray.actors.work import StepReport, slices
-from flexray.datasets.sampler import Sampler
-from flexray.display import Display, StepView
-from flexray.errors import UserError
-from flexray.events import DataEvent, EventLog, GenerationEvent, PlanLog
+from flexray.batches import Batch, batches
+from flexray.callbacks import Callbacks
+from flexray.checkpoints import Checkpoint, CheckpointFolder, RunState
+from flexray.display import Display
+from flexray.errors import RunFailed, UserError
+from flexray.journal import Journal
 from flexray.prefetch import PlannedBatch, PlanRequest, Prefetch, warm_planners
 from flexray.preparation import Job
+from flexray.profiling import Profiler, Steps
 from flexray.ray_cluster import connected
-from flexray.records import spans, step_event, step_metrics
+from flexray.records import spans
+from flexray.resume import learned, with_learned
 from flexray.run_directory import RunDirectory
+from flexray.saving import Saver
 from flexray.solver.calibration import Calibrator
 from flexray.solver.communicators import CommunicatorCache
-from flexray.tracking import Tracker
+from flexray.stopping import StopRequest
+from flexray.validation import ValidationSum
 
 
 class State(enum.Enum):
@@ -34,43 +40,62 @@ class State(enum.Enum):
 
     INITIALIZING = "initializing"
     RUNNING = "running"
+    STOPPED = "stopped"
     FINISHED = "finished"
     FAILED = "failed"
 
 
-class RunFailed(RuntimeError):
-    """The run cannot go on: one line that says why."""
-
-
 @dataclass(frozen=True)
 class InFlight:
-    """A step that the actors have been sent."""
+    """Work that the actors have been sent."""
 
     planned: PlannedBatch
-    calls: list[Any]  # one a rank; none for a step without a label token
+    calls: list[Any]  # one a rank; none for a batch without a label token
 
 
 class Driver:
     """One run, from a checked job to its last step."""
 
-    def __init__(self, job: Job, run: RunDirectory, display: Display) -> None:
-        self.job, self.run, self.display = job, run, display
-        self.config = job.config
+    def __init__(
+        self,
+        job: Job,
+        run: RunDirectory,
+        display: Display,
+        *,
+        resume: Checkpoint | None = None,
+        callbacks: Callbacks | None = None,
+        profile: Steps | None = None,
+    ) -> None:
+        """`resume`: where to go on; `run` is then the same run's directory."""
+        self.job, self.config, self.run = job, job.config, run
+        self.resume, self.profile = resume, profile
+        self.checkpoints = CheckpointFolder.of(self.config, run.path.absolute())
+        self.journal = Journal(self.config, run, display, callbacks or Callbacks(), resume)
+        self.stop = StopRequest()
+        self.validation = ValidationSum()
+        self.nonfinite_in_a_row = 0
         self.state = State.INITIALIZING
-        self.steps_done = 0
-        self.loss = math.nan
+
+    @property
+    def state(self) -> State:
+        """Where the run stands."""
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state, self.journal.state = state, state.value
 
     def train(self) -> None:
-        """Trains to the last step.
+        """Trains to the last step, or to the one after which it is told to stop.
 
         Raises UserError or PlanningError before anything is trained, and RunFailed when the run
         cannot go on.
         """
-        self.run.write_config(self.config)
         try:
             with ExitStack() as stack:
-                self._open_logs(stack)
-                self._describe_data()
+                stack.enter_context(self.stop)
+                stack.enter_context(self.journal)
+                self.journal.data(self.job.documents)
                 resources = stack.enter_context(connected(self.config.cluster))
                 self.job.check_device(resources.device)
                 warm_planners()
@@ -79,79 +104,69 @@ class Driver:
                 self._initialize()
                 self.state = State.RUNNING
                 self._run_steps()
-                self.state = State.FINISHED
+                self.state = State.STOPPED if self.stop.requested else State.FINISHED
         except ImpossibleRequest as error:
             raise UserError(str(error)) from None
         except PoolError as error:
             raise RunFailed(str(error)) from None
         finally:
-            if self.state is not State.FINISHED:
+            if self.state in (State.INITIALIZING, State.RUNNING):
                 self.state = State.FAILED
 
-    def _open_logs(self, stack: ExitStack) -> None:
-        self.events = stack.enter_context(EventLog(self.run.events_path))
-        self.plans = stack.enter_context(PlanLog(self.run.plans_path))
-        self.tracker = Tracker(self.config, self.run.path, self.run.name, self.display.message)
-        stack.callback(lambda: self.tracker.finish(self._summary()))
-
-    def _describe_data(self) -> None:
-        """Says and writes down what the over-length policy did."""
-        documents = self.job.documents
-        report = documents.report
-        self.events.write(DataEvent(corpus=str(documents.corpus.path), **vars(report)))
-        self.display.message(
-            f"{report.rows:,} sequences of up to {int(documents.lengths.max()):,} tokens"
-            + (f"; {report.split_rows:,} longer ones split" if report.split_rows else "")
-            + (f"; {report.dropped_rows:,} longer ones dropped" if report.dropped_rows else "")
-            + (f"; {report.truncated_rows:,} longer ones cut" if report.truncated_rows else "")
-            + (f"; {report.lost_tokens:,} tokens lost" if report.lost_tokens else "")
-        )
-
     def _initialize(self) -> None:
-        """Forms the first generation and has the first plans made meanwhile."""
+        """Forms the first generation, of the checkpoint if there is one; plans meanwhile."""
         began = time.perf_counter()
-        job = self.job
         places = self.pool.places()
-        self.display.message(
+        self.journal.message(
             f"{len(places)} ranks on {len({p.node for p in places})} node(s), "
-            f"{job.parameters:,} parameters in {self.config.train.dtype}, run {self.run.path}"
+            f"{self.job.parameters:,} parameters in {self.config.train.dtype}, run {self.run.path}"
         )
-        self.calibrator = Calibrator(job.cost(places))
-        job.check_longest(self.calibrator.cost, places)
-        self.degrees = job.degrees(len(places))
-        job.check_communicators(self.degrees)
+        cost = self.job.cost(places)
+        self.job.check_longest(cost, places)
+        self.calibrator = Calibrator(
+            with_learned(cost, self.resume.state.learned) if self.resume else cost
+        )
+        self.degrees = self.job.degrees(len(places))
+        self.job.check_communicators(self.degrees)
         self.cluster = cluster_of(places)
         self.communicators = CommunicatorCache(self.config.planner.communicators_per_rank)
-        train = self.config.train
-        self.prefetch = Prefetch(
-            job.documents,
-            Sampler(job.documents.rows, train.batch_sequences, train.seed),
-            steps=train.steps,
-            ahead=self.config.planner.prefetch,
-            request=self._plan_request,
+        work = batches(
+            self.job.documents,
+            self.config.train,
+            done=self.journal.steps_done,
+            cursor=self.resume.state.sampler if self.resume else None,
         )
-        self.generation = self.pool.form(1)
-        self.events.write(
-            GenerationEvent(
-                generation=self.generation.number,
-                world=self.generation.world,
-                pids=[place.pid for place in places],
-                nodes=[place.node for place in places],
-                cause="start",
-                pause_s=time.perf_counter() - began,
-                at_step=self.steps_done + 1,
-            )
-        )
+        ahead = self.config.planner.prefetch
+        self.prefetch = Prefetch(work, ahead=ahead, request=self._plan_request)
+        self.generation = self.pool.form(self.journal.last_generation + 1)
+        if self.resume:
+            self.pool.load(self.resume.location, self.resume.state.counters)
+        keep, newest = self.config.checkpoint.keep, self.journal.steps_done
+        self.saver = Saver(self.pool, self.checkpoints, keep, newest)
+        self.profiler = Profiler(self.pool, self.profile, self.run.path / "profile")
+        self.journal.generation(self.generation, pause_s=time.perf_counter() - began)
 
     def _run_steps(self) -> None:
+        self.stop.heard = lambda: self.journal.message(
+            "Stopping after the steps under way, with a checkpoint (again: at once)"
+        )
         in_flight: InFlight | None = None
-        for _ in range(self.config.train.steps):
-            queued = self._dispatch(self.prefetch.next())
+        last: Batch | None = None
+        for planned in self.prefetch:
+            if self.stop.requested:
+                break
+            queued = self._dispatch(planned)
             if in_flight:
                 self._complete(in_flight)
             in_flight = queued
+            if not planned.batch.held_out:
+                last = planned.batch
+                self._save_if_due(last)
         if in_flight:
             self._complete(in_flight)
+        if last:
+            for ended in self.saver.last(self._state_after(last)):
+                self.journal.checkpoint(ended)
 
     def _dispatch(self, planned: PlannedBatch) -> InFlight:
         batch, plan = planned.batch, planned.plan
@@ -167,22 +182,63 @@ class Driver:
             label_tokens=batch.label_tokens,
             changes=self.communicators.prepare(groups),
         )
-        return InFlight(planned, self.pool.dispatch(work))
+        if batch.held_out:
+            return InFlight(planned, self.pool.evaluate(work))
+        self.profiler.before(batch.step)
+        calls = self.pool.dispatch(work)
+        self.profiler.after(batch.step)
+        return InFlight(planned, calls)
 
-    def _complete(self, step: InFlight) -> None:
+    def _complete(self, work: InFlight) -> None:
+        if work.planned.batch.held_out:
+            self._complete_validation(work)
+        else:
+            self._complete_step(work)
+        self.journal.checkpoint(self.saver.poll(self.journal.steps_done))
+
+    def _complete_step(self, step: InFlight) -> None:
         reports: list[StepReport] = self.pool.wait(step.calls, "step")
-        event = step_event(step.planned, reports, self.generation.number)
-        self.steps_done, self.loss = event.step, event.loss
-        self.events.write(event)
-        self.plans.write(event.step, event.generation, step.planned.plan)
-        self.tracker.log_step(event, step_metrics(step.planned, reports))
-        self.display.step(StepView.of(event, step.planned, self.config.train.steps))
-        if not math.isfinite(event.loss):
+        self.journal.step(step.planned, reports, self.generation.number)
+        if written := self.profiler.done(step.planned.batch.step):
+            self.journal.message(written)
+        self._check_finite(reports)
+        if step.planned.batch.step > self.journal.first_step:  # first calls teach nothing
+            self.calibrator.observe(*spans(reports))
+
+    def _check_finite(self, reports: list[StepReport]) -> None:
+        skipped = any(report.skipped for report in reports)
+        self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if skipped else 0
+        if self.nonfinite_in_a_row >= self.config.train.max_nonfinite_steps:
             raise RunFailed(
-                f"the loss of step {event.step} is {event.loss}: lower train.learning_rate or look "
-                "at the rows of that step in events.jsonl"
+                f"the gradient was not finite in {self.nonfinite_in_a_row} steps in a row "
+                "(train.max_nonfinite_steps): lower train.learning_rate or look at the rows of "
+                "those steps in events.jsonl"
             )
-        self.calibrator.observe(*spans(reports))
+
+    def _complete_validation(self, part: InFlight) -> None:
+        batch = part.planned.batch
+        self.validation.add(batch, self.pool.wait(part.calls, "validation"))
+        if batch.is_last:
+            self.journal.validation(self.validation.event(batch.step))
+            self.validation = ValidationSum()
+
+    def _save_if_due(self, batch: Batch) -> None:
+        every = self.config.checkpoint.every
+        if every and batch.step % every == 0:
+            self.journal.checkpoint(self.saver.start(self._state_after(batch)))
+
+    def _state_after(self, batch: Batch) -> RunState:
+        """What to go on from after `batch`, whatever was dealt and planned ahead of it."""
+        return RunState(
+            step=batch.step,
+            sampler=batch.cursor,
+            counters={},
+            learned=learned(self.calibrator.cost),
+            config=self.config.named(self.run.name).to_dict(),
+            model=json.loads(self.job.model.to_json_string()),
+            world=self.generation.world,
+            wandb_run_id=self.journal.wandb_run_id,
+        )
 
     def _plan_request(self) -> PlanRequest:
         return PlanRequest(
@@ -191,6 +247,3 @@ class Driver:
             degrees=self.degrees,
             cached=self.communicators.ranks,
         )
-
-    def _summary(self) -> dict[str, float | int | str]:
-        return {"state": self.state.value, "steps": self.steps_done, "final_loss": self.loss}

@@ -8,3 +8,7 @@ class UserError(ValueError):
 
     The command line prints it on stderr and exits with 2, without a traceback.
     """
+
+
+class RunFailed(RuntimeError):
+    """The run cannot go on: one line that says why."""

@@ -21,7 +21,7 @@ Cause = Literal["start", "scale", "drain", "death", "hang", "memory"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepEvent:
-    """One optimizer step. Times are seconds, counts are of the whole step over all ranks."""
+    """One step. Times are seconds, counts are of the whole step over all ranks."""
 
     kind: ClassVar[str] = "step"
 
@@ -37,6 +37,44 @@ class StepEvent:
     lower_bound_s: float
     groups: Sequence[Sequence[int]]
     generation: int
+    learning_rate: float
+    skipped: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationEvent:
+    """Held-out rows were looked at after `step`; the loss is the mean over all label tokens."""
+
+    kind: ClassVar[str] = "validation"
+
+    step: int
+    loss: float
+    sequences: int
+    label_tokens: int
+    validation_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointEvent:
+    """The checkpoint of `step` is whole on disk."""
+
+    kind: ClassVar[str] = "checkpoint"
+
+    step: int
+    location: str
+    blocked_s: float
+    write_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeEvent:
+    """The run goes on from a checkpoint; what came after it was cut off this file."""
+
+    kind: ClassVar[str] = "resume"
+
+    location: str
+    at_step: int
+    lost_steps: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +111,7 @@ class DataEvent:
     lost_label_tokens: int
 
 
-Event = StepEvent | GenerationEvent | DataEvent
+Event = StepEvent | ValidationEvent | CheckpointEvent | GenerationEvent | ResumeEvent | DataEvent
 
 
 class EventLog(JsonLinesWriter):

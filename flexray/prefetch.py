@@ -1,33 +1,22 @@
-"""Batches and their plans, made as remote tasks ahead of the step that needs them."""
+"""Plans of batches, made as remote tasks ahead of the step that needs them."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 
 from flexray.actors.pool import PoolError
-from flexray.datasets.documents import Documents
-from flexray.datasets.sampler import Sampler
+from flexray.batches import Batch
 from flexray.solver.baselines import batch_adaptive
 from flexray.solver.cluster import Cluster
 from flexray.solver.cost import CostModel
 from flexray.solver.plan import Plan
 from flexray.solver.planner import plan_step, warm
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One global batch. The driver knows lengths and counts, never tokens."""
-
-    step: int
-    rows: tuple[int, ...]  # row ids
-    lengths: tuple[int, ...]  # tokens of each row
-    label_tokens: int  # after the shift, over all rows
 
 
 @dataclass(frozen=True)
@@ -80,29 +69,25 @@ def plan_remotely(lengths: tuple[int, ...], request: PlanRequest) -> tuple[Plan,
 
 
 class Prefetch:
-    """Deals batches in the sampler's order, their plans under way `ahead` steps early."""
+    """An iterator over planned batches, in their order, the plans of `ahead` more under way."""
 
     def __init__(
-        self,
-        documents: Documents,
-        sampler: Sampler,
-        *,
-        steps: int,
-        ahead: int,
-        request: Callable[[], PlanRequest],
+        self, batches: Iterator[Batch], *, ahead: int, request: Callable[[], PlanRequest]
     ) -> None:
         """`request` is asked anew for every plan, so that plans follow the newest cost model."""
-        self._lengths, self._label_tokens = documents.lengths, documents.label_tokens
-        self._sampler = sampler
-        self._steps = steps
+        self._batches = batches
         self._ahead = ahead
         self._request = request
-        self._started = 0
         self._under_way: deque[tuple[Batch, Any]] = deque()
         self._fill()
 
-    def next(self) -> PlannedBatch:
-        """The next step's batch and plan. Raises PlanningError when it cannot be planned."""
+    def __iter__(self) -> Iterator[PlannedBatch]:
+        return self
+
+    def __next__(self) -> PlannedBatch:
+        """The next batch and its plan. Raises PlanningError when it cannot be planned."""
+        if not self._under_way:
+            raise StopIteration
         began = time.perf_counter()
         batch, call = self._under_way.popleft()
         try:
@@ -116,13 +101,9 @@ class Prefetch:
         return PlannedBatch(batch, plan, best_single_ms, waited)
 
     def _fill(self) -> None:
-        while len(self._under_way) <= self._ahead and self._started < self._steps:
-            self._started += 1
-            rows = self._sampler.next()
-            batch = Batch(
-                step=self._started,
-                rows=tuple(rows.tolist()),
-                lengths=tuple(self._lengths[rows].tolist()),
-                label_tokens=int(self._label_tokens[rows].sum()),
-            )
-            self._under_way.append((batch, plan_remotely.remote(batch.lengths, self._request())))
+        while len(self._under_way) <= self._ahead:
+            batch = next(self._batches, None)
+            if batch is None:
+                return
+            call = plan_remotely.remote(batch.lengths, self._request())
+            self._under_way.append((batch, call))

@@ -10,12 +10,14 @@ from flexray.prefetch import PlannedBatch
 from flexray.solver.calibration import Span, StepSpan
 
 
-def step_event(planned: PlannedBatch, reports: Sequence[StepReport], generation: int) -> StepEvent:
+def step_event(
+    planned: PlannedBatch, reports: Sequence[StepReport], generation: int, *, is_first: bool
+) -> StepEvent:
     """The event of a step; without reports (no label token in the batch) nothing was done.
 
     The plan wait is what the ranks lost: the driver's wait for the plan, as far as the ranks idled
     before this step (the next step is queued while the present one runs). Before the first step
-    it is the whole wait.
+    of the process it is the whole wait.
     """
     batch, plan = planned.batch, planned.plan
     idle_s = max((report.idle_ms for report in reports), default=0.0) / 1e3
@@ -27,11 +29,13 @@ def step_event(planned: PlannedBatch, reports: Sequence[StepReport], generation:
         rows=batch.rows,
         step_s=max((report.step_ms for report in reports), default=0.0) / 1e3,
         planned_s=plan.planned_ms / 1e3,
-        plan_wait_s=planned.waited_s if batch.step == 1 else min(planned.waited_s, idle_s),
+        plan_wait_s=planned.waited_s if is_first else min(planned.waited_s, idle_s),
         solve_s=plan.solve_s,
         lower_bound_s=plan.lower_bound_ms / 1e3,
         groups=plan.degrees,
         generation=generation,
+        learning_rate=reports[0].learning_rate if reports else 0.0,
+        skipped=bool(reports) and reports[0].skipped,
     )
 
 
@@ -54,12 +58,11 @@ def step_metrics(planned: PlannedBatch, reports: Sequence[StepReport]) -> dict[s
 
 
 def spans(reports: Sequence[StepReport]) -> list[Span | StepSpan]:
-    """What the cost model learns from a step's reports.
+    """What the cost model learns from the reports of a step that was not the process's first.
 
-    The first step (first calls of everything) teaches nothing, and a step that made communicators
-    nothing about the fixed cost of a micro-step.
+    A step that made communicators teaches nothing about the fixed cost of a micro-step.
     """
-    if not reports or reports[0].step == 1:
+    if not reports:
         return []
     learned: list[Span | StepSpan] = [
         Span(m.degree, m.tokens, m.squares, m.sequences, m.own_work_ms, m.all_to_all_ms)

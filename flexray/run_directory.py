@@ -1,4 +1,4 @@
-"""The folder of one run: config.yaml, events.jsonl, plans.jsonl, and what W&B keeps."""
+"""The folder of one run: config, events, plans, checkpoints, traces, and what W&B keeps."""
 
 from __future__ import annotations
 
@@ -43,6 +43,21 @@ class RunDirectory:
                 f"{error.filename}: cannot make this folder: {error.strerror}"
             ) from None
         raise UserError(f"{parent / str(name)} is there already: choose another run.name")
+
+    @classmethod
+    def open(cls, parent: Path, name: str) -> RunDirectory:
+        """The folder of a run that goes on; made where only its checkpoints are left.
+
+        Raises:
+            UserError: The folder cannot be made.
+        """
+        try:
+            (parent / name).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"{error.filename}: cannot make this folder: {error.strerror}"
+            ) from None
+        return cls(parent / name)
 
     @property
     def name(self) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from flexray.config import Config
-from flexray.events import StepEvent
+from flexray.events import StepEvent, ValidationEvent
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -69,7 +69,9 @@ class Tracker:
         run_dir: Path,
         run_name: str,
         warn: Callable[[str], None] = _LOG.warning,
+        run_id: str | None = None,
     ) -> None:
+        """`run_id`: of the W&B run to go on with, where the run directory does not know it."""
         self._run: Run | None = None
         self._warn: Callable[[str], None] | None = warn
         self.mode, _ = wandb_mode(config.tracking.wandb)
@@ -80,8 +82,13 @@ class Tracker:
         )
         for self.mode in attempts:
             with self._harmless():
-                self._run = _start(config, run_dir, run_name, self.mode)
+                self._run = _start(config, run_dir, run_name, self.mode, run_id)
                 break
+
+    @property
+    def run_id(self) -> str | None:
+        """Of the W&B run, for a resume; None without one."""
+        return self._run.id if self._run else None
 
     @property
     def url(self) -> str | None:
@@ -107,9 +114,18 @@ class Tracker:
             "plan/micro_steps": len(event.groups),
             "plan/groups": sum(map(len, event.groups)),
             "membership/generation": event.generation,
+            "train/learning_rate": event.learning_rate,
+            "train/skipped": int(event.skipped),
         }
         with self._harmless():
             self._run.log({k: v for k, v in (metrics | dict(extra or {})).items() if v is not None})
+
+    def log_validation(self, event: ValidationEvent) -> None:
+        """Log the loss on held-out rows, at x = `event.step`."""
+        if self._run is None:
+            return
+        with self._harmless():
+            self._run.log({STEP_AXIS: event.step, "validation/loss": event.loss})
 
     def finish(self, summary: Mapping[str, Any] | None = None) -> None:
         """Write the summary and end the W&B run; more than once does no harm."""
@@ -132,11 +148,11 @@ class Tracker:
                 self._warn = None
 
 
-def _start(config: Config, run_dir: Path, run_name: str, mode: Mode) -> Run:
+def _start(config: Config, run_dir: Path, run_name: str, mode: Mode, run_id: str | None) -> Run:
     import wandb
 
     id_file = run_dir / "wandb_run_id"
-    known = id_file.read_text().strip() if id_file.exists() else None
+    known = id_file.read_text().strip() if id_file.exists() else run_id
     run = wandb.init(
         project=config.tracking.project,
         name=run_name,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 import signal
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flexray.config import load_config
-from flexray.errors import UserError
+
+if TYPE_CHECKING:
+    from flexray.display import Display
+    from flexray.trainer import Trainer
 
 
 def train(
@@ -31,6 +33,27 @@ def train(
             help="Changes one key of the config; may be given many times.",
         ),
     ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN",
+            help="Goes on with a run from its newest checkpoint: its folder, its name in runs/, or "
+            "a folder or URL of checkpoints.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Everything but training: checks, memory estimate, first plan."
+        ),
+    ] = False,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STEPS",
+            help="Writes a trace of these steps (5:8, or 5) per rank into the run's folder.",
+        ),
+    ] = None,
 ) -> None:
     """Train a language model, with a new plan for every step.
 
@@ -40,7 +63,7 @@ def train(
     planned against measured time, and what the plan gains over the best single group size.
 
     Everything about a run is kept in runs/NAME: the resolved config, every plan, events.jsonl
-    (one line a step) and the Weights & Biases run (offline unless you are logged in).
+    (one line a step), checkpoints and the Weights & Biases run (offline unless you are logged in).
 
     Examples:
 
@@ -50,9 +73,16 @@ def train(
 
       flexray train config.yaml --set run.name=first --set cluster.gpus=2
 
-    All keys are in docs/config.md. What this machine has: flexray doctor. Ctrl-C stops cleanly.
+      flexray train config.yaml --dry-run
+
+      flexray train --resume first --set train.steps=200
+
+    All keys are in docs/config.md, checkpoints and what may change on a resume in
+    docs/checkpoints.md. What this machine has: flexray doctor. The model as a Hugging Face folder:
+    flexray export. Ctrl-C stops after the step with a checkpoint, a second one at once.
     """
-    settings = load_config(config, overrides or [])
+    if not resume:
+        load_config(config, overrides or [])  # its errors need no torch
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)  # SIGINT too: shells have background jobs ignore it
 
@@ -60,33 +90,61 @@ def train(
 
     with Display() as display:
         display.message("Starting (loading torch, checking the model, opening the corpus)")
-        from flexray.datasets.errors import CorpusError
-        from flexray.driver import Driver, RunFailed
-        from flexray.preparation import prepare
-        from flexray.run_directory import RunDirectory
-        from flexray.solver.plan import PlanningError
+        from flexray.trainer import Trainer
 
-        job = prepare(settings)
-        run = RunDirectory.create(settings.run.dir, settings.run.name)
-        driver = Driver(job, run, display)
-        try:
-            driver.train()
-        except (UserError, CorpusError, PlanningError):
-            if not driver.steps_done:  # the user's to put right: the name stays free
-                shutil.rmtree(run.path, ignore_errors=True)
+        trainer = Trainer(
+            config, resume=resume, overrides=overrides or [], profile=profile, display=display
+        )
+        if dry_run:
+            from flexray.dry_run import dry_run as show
+
+            show(trainer.config, display.message)
+        else:
+            _train(trainer, display)
+
+
+def _train(trainer: Trainer, display: Display) -> None:
+    """Trains, and says how it ended and how to go on."""
+    from flexray.errors import RunFailed
+
+    try:
+        result = trainer.train()
+    except RunFailed as error:
+        display.message(
+            f"Failed after {trainer.steps_done} steps: {error}. Run: {trainer.path}"
+            + _going_on(trainer)
+        )
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        if trainer.path is None:
             raise
-        except RunFailed as error:
-            display.message(f"Failed after {driver.steps_done} steps: {error}. Run: {run.path}")
-            raise typer.Exit(1) from None
-        except KeyboardInterrupt:
-            display.message(
-                f"Stopped after {driver.steps_done} of {settings.train.steps} steps; every process "
-                f"of the run has ended. Plans and losses are in {run.path}. To train again from "
-                f"the start: flexray train {shlex.quote(str(run.config_path))} "
-                "--set run.name=NEW_NAME"
-            )
-            raise typer.Exit(130) from None
-        display.message(f"Done: {driver.steps_done} steps, loss {driver.loss:.4f}. Run: {run.path}")
+        display.message(
+            f"Stopped after {trainer.steps_done} of {trainer.config.train.steps} steps; every "
+            f"process of the run has ended. Plans and losses are in {trainer.path}."
+            + _going_on(trainer)
+        )
+        raise typer.Exit(130) from None
+    if result.stopped:
+        display.message(
+            f"Stopped after {result.steps} of {trainer.config.train.steps} steps; every process of "
+            f"the run has ended. Run: {result.path}." + _going_on(trainer)
+        )
+        raise typer.Exit(130)
+    display.message(
+        f"Done: {result.steps} steps, loss {result.loss:.4f}. Run: {result.path}. The model as a "
+        f"Hugging Face folder: flexray export {shlex.quote(str(result.path))} --out FOLDER"
+    )
+
+
+def _going_on(trainer: Trainer) -> str:
+    """How to go on with a run that ended early."""
+    run = shlex.quote(str(trainer.path))
+    if steps := trainer.checkpoints():
+        return f" To go on from step {steps[-1]}: flexray train --resume {run}"
+    return (
+        " There is no checkpoint yet. To train again from the start: "
+        f"flexray train {run}/config.yaml --set run.name=NEW_NAME"
+    )
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

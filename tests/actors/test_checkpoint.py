@@ -8,7 +8,7 @@ import signal
 import pytest
 import torch
 
-from flexray.actors.checkpoint import Checkpointer, CheckpointFailed, read_metadata
+from flexray.actors.checkpoint import Checkpointer, CheckpointFailed, SavedTensors
 from flexray.solver.communicators import CommunicatorCache
 from tests.actors.models import config, engine, label_tokens, sequences, work_of
 from tests.worlds import run_world
@@ -95,6 +95,16 @@ def test_a_url_holds_the_same(saved):
         assert (value == there[0][key]).all() and (value == here[0][key]).all(), key
 
 
+def test_one_process_reads_every_tensor_whole(saved):
+    for location, (state, _) in saved.items():
+        tensors = SavedTensors(location)
+        found = {key: tensors.read(key).numpy() for key in tensors}
+        keys = {(n, k): f"optimizer.{n}.{k}" if k != "value" else f"model.{n}" for n, k in state}
+        assert set(found) == set(keys.values())
+        for key, value in state.items():
+            assert (found[keys[key]] == value).all() and found[keys[key]].dtype == value.dtype
+
+
 def load_another_model(rank, world, store, location):
     ours = engine(rank, world, store, BATCH, config("llama"), dtype="float64")
     try:
@@ -109,7 +119,7 @@ def test_what_cannot_be_loaded_is_one_line(saved, tmp_path):
         assert message.startswith(f"{location}: cannot load: ") and "\n" not in message
         assert "Missing key" in message or "size mismatch" in message.lower()
     with pytest.raises(CheckpointFailed, match="no checkpoint"):
-        read_metadata(str(tmp_path))
+        SavedTensors(str(tmp_path))
 
 
 def save_into_a_file(rank, world, store, location):

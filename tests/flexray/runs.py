@@ -16,11 +16,22 @@ SMALL = (
 )
 
 
-def start(folder: Path, *overrides: str, small: bool = True) -> subprocess.Popen[str]:
+def start(
+    folder: Path | None,
+    *overrides: str,
+    small: bool = True,
+    resume: Path | str | None = None,
+    profile: str | None = None,
+    dry_run: bool = False,
+) -> subprocess.Popen[str]:
     """`flexray train` with run.dir=`folder` and these overrides, its output in one pipe."""
-    settings = [f"run.dir={folder}", *(SMALL if small else ()), *overrides]
+    settings = [*([f"run.dir={folder}"] if folder else []), *(SMALL if small else ()), *overrides]
+    options = [x for s in settings for x in ("--set", s)]
+    options += ["--resume", str(resume)] if resume else []
+    options += ["--profile", profile] if profile else []
+    options += ["--dry-run"] if dry_run else []
     return subprocess.Popen(
-        [sys.executable, "-m", "flexray", "train", *(x for s in settings for x in ("--set", s))],
+        [sys.executable, "-m", "flexray", "train", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

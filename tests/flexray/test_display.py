@@ -58,6 +58,11 @@ def test_a_step_without_labels_has_no_loss():
     assert "loss -  " in shown(100, replace(VIEW, loss=float("nan")))
 
 
+def test_a_skipped_step_says_so():
+    *_, line = shown(100, replace(VIEW, skipped=True)).splitlines()
+    assert line == "step 1 skipped: its gradient is not finite, so nothing was changed"
+
+
 def screen(text):
     """The last frame: what follows the last time the cursor went up and cleared."""
     frame = text.rsplit("\x1b[2K", 1)[-1]
@@ -102,7 +107,8 @@ def test_a_dumb_terminal_gets_lines():
 
 
 def test_the_view_of_a_step():
-    from flexray.prefetch import Batch, PlannedBatch
+    from flexray.batches import Batch
+    from flexray.prefetch import PlannedBatch
 
     group = Group(2, (0, 1), (0,), (60,), 9.0)
     plan = Plan((MicroStep((group,), 10.0),), 10.0, 9.0, 0.1, "search")
@@ -120,6 +126,8 @@ def test_the_view_of_a_step():
         lower_bound_s=0.009,
         groups=[[2]],
         generation=1,
+        learning_rate=1e-3,
+        skipped=False,
     )
     assert StepView.of(event, planned, steps=9) == StepView(
         step=3,

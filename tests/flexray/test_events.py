@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 
 from flexray.errors import UserError
-from flexray.events import Cause, DataEvent, EventLog, GenerationEvent, PlanLog, StepEvent
+from flexray.events import (
+    Cause,
+    CheckpointEvent,
+    DataEvent,
+    EventLog,
+    GenerationEvent,
+    PlanLog,
+    ResumeEvent,
+    StepEvent,
+    ValidationEvent,
+)
 from flexray.json_lines import JsonLinesWriter, read_json_lines
 from flexray.solver.plan import Group, MicroStep, Plan
 
@@ -28,6 +38,8 @@ STEP = StepEvent(
     lower_bound_s=1.3,
     groups=[[4], [2, 1, 1]],
     generation=1,
+    learning_rate=1e-3,
+    skipped=False,
 )
 GENERATION = GenerationEvent(
     generation=1, world=2, pids=[10, 11], nodes=["a", "a"], cause="start", pause_s=3.0, at_step=1
@@ -123,7 +135,10 @@ def documented(section):
     return re.findall(r"^\| `(\w+)` \|", body, re.MULTILINE), body
 
 
-@pytest.mark.parametrize("event", [StepEvent, GenerationEvent, DataEvent])
+KINDS = [StepEvent, ValidationEvent, CheckpointEvent, GenerationEvent, ResumeEvent, DataEvent]
+
+
+@pytest.mark.parametrize("event", KINDS)
 def test_the_document_names_exactly_the_keys(event):
     keys, _ = documented(f"### kind `{event.kind}`")
     assert keys == [field.name for field in dataclasses.fields(event)]

@@ -38,6 +38,8 @@ def step(number, loss=1.0, step_s=2.0):
         lower_bound_s=1.8,
         groups=[[4], [2, 1, 1]],
         generation=1,
+        learning_rate=1e-3,
+        skipped=False,
     )
 
 

@@ -5,26 +5,39 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import psutil
 import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
 
 from flexray.config import load_config
+from flexray.data_preparation import data_source
 from flexray.datasets.builtin import builtin_corpus
 from flexray.datasets.corpus import Corpus
 from flexray.datasets.documents import Documents
 from tests.flexray.runs import events, finish, start
 
 STEPS = 6
+HELD_OUT = 20
+SETTINGS = (
+    f"train.steps={STEPS}",
+    "train.dtype=float64",
+    "train.validate_every=4",
+    f"data.validation={HELD_OUT}",
+    "checkpoint.every=4",
+)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run on 4 ranks and its output."""
     folder = tmp_path_factory.mktemp("runs")
-    settings = ("run.name=four", f"train.steps={STEPS}", "train.dtype=float64")
-    code, output = finish(start(folder, *settings))
+    code, output = finish(start(folder, "run.name=four", *SETTINGS, profile="2:3"))
     assert code == 0, output
     return folder / "four", output
 
@@ -66,13 +79,66 @@ def test_the_run_directory_tells_what_happened(trained):
 
 def test_one_rank_has_the_same_loss_curve(trained):
     run, _ = trained
-    settings = ("run.name=one", f"train.steps={STEPS}", "train.dtype=float64", "cluster.gpus=1")
-    code, output = finish(start(run.parent, *settings))
+    code, output = finish(start(run.parent, "run.name=one", *SETTINGS, "cluster.gpus=1"))
     assert code == 0, output
     four, one = events(run, "step"), events(run.parent / "one", "step")
     assert [e["rows"] for e in four] == [e["rows"] for e in one]
     assert any(groups != [[1]] for e in four for groups in [e["groups"]])
     assert [e["loss"] for e in four] == pytest.approx([e["loss"] for e in one], rel=1e-10)
+    looks = [events(folder, "validation") for folder in (run, run.parent / "one")]
+    four_held_out, one_held_out = ([e["loss"] for e in found] for found in looks)
+    assert four_held_out == pytest.approx(one_held_out, rel=1e-10)
+
+
+def test_the_validation_loss_is_the_mean_over_all_label_tokens_of_the_exported_model(
+    trained, tmp_path
+):
+    run, output = trained
+    found = events(run, "validation")
+    assert [e["step"] for e in found] == [4, STEPS]
+    documents = data_source(load_config(run / "config.yaml", []).data).open()
+    held_out = documents.validation_rows.tolist()
+    assert len(held_out) == HELD_OUT == found[0]["sequences"]
+    assert not {row for e in events(run, "step") for row in e["rows"]} & set(held_out)
+
+    code = subprocess.run(
+        [sys.executable, "-m", "flexray", "export", run, "--out", tmp_path / "model"]
+    ).returncode
+    assert code == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    assert model.dtype == torch.float64
+    loss = tokens = 0
+    for row in held_out:
+        ids = torch.from_numpy(documents.read(row)[0].copy()).long()
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0]
+        loss += float(F.cross_entropy(logits[:-1], ids[1:], reduction="sum"))
+        tokens += len(ids) - 1
+    assert found[-1]["label_tokens"] == tokens
+    assert found[-1]["loss"] == pytest.approx(loss / tokens, rel=1e-12)
+    assert f"validation after step {STEPS}: loss {loss / tokens:.4f}" in output
+
+
+def test_checkpoints_are_taken_on_the_way_and_at_the_end(trained):
+    run, output = trained
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == [
+        "step-00000004",
+        f"step-{STEPS:08d}",
+    ]
+    assert [e["step"] for e in events(run, "checkpoint")] == [4, STEPS]
+    assert f"checkpoint of step {STEPS}: {run}/checkpoints/step-{STEPS:08d}" in output
+
+
+def test_a_profile_is_a_chrome_trace_of_each_rank(trained):
+    run, output = trained
+    assert f"{run}/profile/rank-*.json" in output
+    for rank in range(4):
+        trace = json.loads((run / "profile" / f"rank-{rank}.json").read_text())
+        names = {event.get("name", "") for event in trace["traceEvents"]}
+        assert any("scaled_dot_product" in name for name in names)
+        # Two steps, no more.
+        steps = [e for e in trace["traceEvents"] if e.get("name") == "Optimizer.step#AdamW.step"]
+        assert len(steps) == 2
 
 
 def wait_for_steps(process, run, count, timeout_s=120):
@@ -88,19 +154,41 @@ def processes_of(process):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-def test_an_interrupt_stops_cleanly(tmp_path, number):
-    process = start(tmp_path, "run.name=long", "train.steps=100000")
+def test_an_interrupt_stops_after_the_step_with_a_checkpoint(tmp_path, number):
+    process = start(tmp_path, "run.name=long", "train.steps=100000", "cluster.gpus=2")
     wait_for_steps(process, tmp_path / "long", 2)
     children = processes_of(process)
     process.send_signal(number)
     code, output = finish(process, 60)
     assert code == 130
-    assert "Stopped after" in output and str(tmp_path / "long") in output
+    assert "Stopping after the steps under way, with a checkpoint" in output
     assert "Traceback" not in output and "SIGTERM received" not in output
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
-    steps = events(tmp_path / "long", "step")
-    assert [e["step"] for e in steps] == list(range(1, len(steps) + 1))
+    run = tmp_path / "long"
+    done = len(events(run, "step"))
+    assert [e["step"] for e in events(run, "step")] == list(range(1, done + 1))
+    assert [e["step"] for e in events(run, "checkpoint")] == [done]
+    assert f"Stopped after {done} of 100000 steps" in output
+    assert f"To go on from step {done}: flexray train --resume {run}" in output
+
+
+def test_a_second_interrupt_stops_at_once(tmp_path):
+    # A step that takes long: the first signal would wait for it.
+    process = start(tmp_path, "run.name=long", "train.steps=100000", "checkpoint.every=2")
+    run = tmp_path / "long"
+    wait_for_steps(process, run, 4)
+    children = processes_of(process)
+    os.kill(events(run, "generation")[0]["pids"][1], signal.SIGSTOP)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process, 60)
+    assert code == 130 and "To go on from step 2" in output.replace("step 4", "step 2")
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
 
 
 def test_a_killed_actor_ends_the_run_with_one_line(tmp_path):
@@ -115,6 +203,26 @@ def test_a_killed_actor_ends_the_run_with_one_line(tmp_path):
     assert "Traceback" not in output
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
+
+
+def test_gradients_that_stay_non_finite_end_the_run_with_one_line(tmp_path):
+    settings = ("run.name=inf", "train.learning_rate=1e30", "train.warmup_steps=0")
+    code, output = finish(start(tmp_path, *settings, "train.max_nonfinite_steps=2"))
+    assert code == 1, output
+    (line,) = [x for x in output.splitlines() if x.startswith("Failed after")]
+    assert "was not finite in 2 steps in a row (train.max_nonfinite_steps): lower" in line
+    steps = events(tmp_path / "inf", "step")
+    assert [e["skipped"] for e in steps[-2:]] == [True, True] and not steps[0]["skipped"]
+    assert f"step {steps[-1]['step']} skipped: its gradient is not finite" in output
+    assert "Traceback" not in output
+
+
+def test_a_dry_run_shows_the_first_plan_and_writes_nothing(tmp_path):
+    code, output = finish(start(tmp_path, "cluster.gpus=4", dry_run=True))
+    assert code == 0, output
+    for words in ("sequences of up to 256 tokens", "memory of a rank, estimated", "first step: 8"):
+        assert words in output
+    assert "ray" not in output.lower() and not list(tmp_path.iterdir())
 
 
 def test_a_bad_setting_is_one_line_and_leaves_nothing(tmp_path):

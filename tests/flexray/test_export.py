@@ -1,0 +1,134 @@
+"""A checkpoint of several ranks becomes a folder that transformers loads, with equal logits."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from flexray.actors.checkpoint import Checkpointer
+from flexray.checkpoints import CheckpointFolder
+from flexray.config import load_config
+from flexray.datasets.annotate import annotate
+from flexray.errors import UserError
+from flexray.export import export
+from flexray.resume import locate
+from tests.actors.models import VOCAB, config, engine, label_tokens, sequences, work_of
+from tests.flexray.test_checkpoints import state
+from tests.worlds import run_world
+
+BATCH = sequences([40, 9, 23, 5])
+MODELS = {
+    "tied": config("qwen3", tie_word_embeddings=True),
+    "untied": config("llama"),
+    "buffers": config("gemma", head_dim=8),
+}
+
+
+def save(rank, world, store, location, hf_config):
+    """Trains two steps and saves; the whole parameters by their Hugging Face names."""
+    from flexray.solver.communicators import CommunicatorCache
+
+    ours = engine(rank, world, store, BATCH, hf_config, learning_rate=0.01)
+    groups = [((r,), tuple(range(len(BATCH)))[r::world]) for r in range(world)]
+    communicators = CommunicatorCache(4)
+    for step in (1, 2):
+        total = label_tokens(BATCH)
+        ours.run_step(work_of(rank, [groups], total, communicators, step=step))
+    Checkpointer(ours.model.model, ours.optimizer).save(location)()
+    named = ours.model.model.named_parameters()
+    return {name: p.detach().full_tensor().numpy() for name, p in named}
+
+
+def checkpoint_of(folder, hf_config, **sections):
+    """A whole checkpoint by two ranks, and the parameters that are in it."""
+    checkpoints = CheckpointFolder(str(folder / "checkpoints"))
+    parameters = run_world(2, save, checkpoints.begin(2), hf_config)[0]
+    saved = state(
+        2,
+        config=load_config(sections, []).to_dict(),
+        model=json.loads(hf_config.to_json_string()),
+    )
+    return checkpoints.publish(saved, keep=1), parameters
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def saved(request, tmp_path_factory):
+    hf_config = MODELS[request.param]
+    return hf_config, *checkpoint_of(tmp_path_factory.mktemp(request.param), hf_config)
+
+
+def logits(model):
+    ids = torch.from_numpy(BATCH[0][0])[None]
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits
+
+
+def test_transformers_loads_it_with_equal_parameters_and_logits(saved, tmp_path, monkeypatch):
+    hf_config, checkpoint, parameters = saved
+    reference = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            parameter.copy_(torch.from_numpy(parameters[name]))
+
+    for name, file_bytes in {"one": 2**30, "many": 60_000}.items():
+        monkeypatch.setattr("flexray.safetensors_files.FILE_BYTES", file_bytes)
+        read = []
+        exported = export(checkpoint, tmp_path / name, progress=read.append)
+        files = sorted(path.name for path in (tmp_path / name).glob("*.safetensors"))
+        assert (len(files) == 1) == (name == "one")
+        assert sorted(read) == sorted(parameters)  # tied ones once
+        assert exported.values == sum(value.size for value in parameters.values())
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert model.dtype == torch.float32 and type(model) is type(reference)
+        for key, value in model.named_parameters():
+            assert (value.detach().numpy() == parameters[key]).all(), key
+        assert torch.equal(logits(model.eval()), logits(reference.eval()))
+
+
+def test_parameters_may_be_written_in_another_dtype(saved, tmp_path):
+    _, checkpoint, parameters = saved
+    export(checkpoint, tmp_path / "out", dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.dtype == torch.bfloat16
+    for key, value in model.named_parameters():
+        assert torch.equal(value, torch.from_numpy(parameters[key]).bfloat16()), key
+
+
+def test_a_folder_that_holds_something_is_left_alone(saved, tmp_path):
+    _, checkpoint, _ = saved
+    (tmp_path / "mine").write_text("")
+    with pytest.raises(UserError, match="is there already: choose another folder"):
+        export(checkpoint, tmp_path)
+    gone = dataclasses.replace(checkpoint, location=str(tmp_path / "gone"))
+    with pytest.raises(UserError, match="gone: no checkpoint"):
+        export(gone, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_the_tokenizer_comes_along_where_it_is_known(tmp_path):
+    words = {f"w{i}": i for i in range(VOCAB)}
+    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("w1 w2 w3")
+    annotate([tmp_path / "text.txt"], tmp_path / "corpus", str(tmp_path / "tokenizer.json"))
+    data = {"corpus": str(tmp_path / "corpus")}
+    checkpoint, _ = checkpoint_of(tmp_path, MODELS["untied"], data=data)
+
+    exported = export(checkpoint, tmp_path / "known")
+    assert exported.tokenizer == str(tmp_path / "tokenizer.json")
+    assert AutoTokenizer.from_pretrained(tmp_path / "known").vocab_size == VOCAB
+
+    words["other"] = words.pop("w7")  # not what the corpus was made with any more
+    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
+    assert export(checkpoint, tmp_path / "unknown").tokenizer is None
+    assert not (tmp_path / "unknown" / "tokenizer.json").exists()
+
+
+def test_export_finds_a_run_as_resume_does(saved, tmp_path):
+    _, checkpoint, _ = saved
+    assert locate(str(Path(checkpoint.location).parent), tmp_path) == checkpoint
