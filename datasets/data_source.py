@@ -7,16 +7,31 @@ from pathlib import Path
 
 from flexray.datasets.corpus import Corpus
 from flexray.datasets.documents import Documents, OverLength
+from flexray.datasets.mixture import Mixture
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """What every actor opens for itself: tokens never pass through the driver."""
+    """What every actor opens for itself: tokens never pass through the driver.
 
-    corpus: Path
+    Attributes:
+        corpora: folders that are trained on.
+        max_length, over_length: see `Documents`; they hold for every corpus.
+        weights: share of the sequences that each corpus gives, against the others.
+        validation: a corpus, or how many sequences of the others are held out.
+    """
+
+    corpora: tuple[Path, ...]
     max_length: int
     over_length: OverLength
+    weights: tuple[float, ...] = (1.0,)
+    validation: Path | int = 0
 
-    def open(self) -> Documents:
-        """The rows to train on. Raises CorpusError."""
-        return Documents(Corpus.open(self.corpus), self.max_length, self.over_length)
+    def open(self) -> Mixture:
+        """All rows of the run, numbered through. Raises CorpusError."""
+        held = self.validation
+        validation = self._view(held) if isinstance(held, Path) else held
+        return Mixture([self._view(corpus) for corpus in self.corpora], self.weights, validation)
+
+    def _view(self, corpus: Path) -> Documents:
+        return Documents(Corpus.open(corpus), self.max_length, self.over_length)

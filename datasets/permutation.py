@@ -16,13 +16,15 @@ _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 class Permutation:
-    """A bijection of [0, size) chosen by (seed, epoch); any element in O(1)."""
+    """A bijection of [0, size) chosen by (seed, epoch, stream); any element in O(1)."""
 
-    def __init__(self, size: int, seed: int, epoch: int) -> None:
+    def __init__(self, size: int, seed: int, epoch: int, stream: int = 0) -> None:
         self.size = size
         self._half_bits = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
         self._mask = (np.uint64(1) << self._half_bits) - np.uint64(1)
-        self._keys = np.random.SeedSequence([seed, epoch]).generate_state(_ROUNDS, np.uint64)
+        self._keys = np.random.SeedSequence([seed, epoch, stream]).generate_state(
+            _ROUNDS, np.uint64
+        )
 
     def __call__(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Element at each of `positions`, (n,) int64 in [0, size)."""

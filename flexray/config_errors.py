@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
@@ -28,6 +28,8 @@ def describe(
     """Return one line for all `errors`, each led by the `--set` or else the file it came from."""
     lines: dict[str, None] = {}  # an ordered set
     for error in errors:
+        if error["type"] == "default_factory_not_called":  # for want of a key that is wrong itself
+            continue
         path = tuple(map(str, error["loc"]))
         origin = next((str(o) for o in reversed(given) if _touches(o.keys, path)), source)
         lines[f"{origin}: {_what(model, path, error)}"] = None
@@ -73,7 +75,8 @@ def _nearest(model: type[BaseModel], path: tuple[str, ...]) -> str:
     """Say which key was meant; where none is near, which there are."""
     known = list(_keys(model))
     *section, name = path
-    siblings = [key[-1] for key in known if key[:-1] == tuple(section)]
+    inside = tuple(part for part in section if not part.isdigit())  # items of lists are alike
+    siblings = [key[-1] for key in known if key[:-1] == inside]
     if near := get_close_matches(name, siblings, 1):
         return f"did you mean {'.'.join((*section, near[0]))}?"
     if elsewhere := [key for key in known if key[-1] == name]:
@@ -84,6 +87,13 @@ def _nearest(model: type[BaseModel], path: tuple[str, ...]) -> str:
 def _keys(model: type[BaseModel], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for name, field in model.model_fields.items():
         yield (*above, name)
-        inner: Any = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
+        for inner in _models(field.annotation):
             yield from _keys(inner, (*above, name))
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections that a key's value may hold, also as items of a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models(inner)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from transformers import PretrainedConfig
 
@@ -16,9 +15,9 @@ from flexray.actors.pool import cluster_of
 from flexray.actors.settings import EngineSettings
 from flexray.actors.worker import Place
 from flexray.config import Config
-from flexray.datasets.builtin import builtin_corpus
+from flexray.data_preparation import check_documents, data_source
 from flexray.datasets.data_source import DataSource
-from flexray.datasets.documents import Documents
+from flexray.datasets.mixture import Mixture
 from flexray.errors import UserError
 from flexray.presets import load_preset
 from flexray.solver.cluster import Cluster
@@ -38,7 +37,7 @@ class Job:
     trained: int  # of the parameters; the others are frozen
     settings: EngineSettings  # what every actor is told
     data: DataSource
-    documents: Documents
+    documents: Mixture  # all rows, those for validation included
 
     def degrees(self, gpus: int) -> tuple[int, ...]:
         """Legal degrees on `gpus` GPUs that the config allows. Raises PlanningError for none."""
@@ -158,21 +157,9 @@ def prepare(
     except ModelRefused as error:
         raise UserError(str(error)) from None
     hf_config = built.config if model else given
-    corpus = config.data.corpus
-    path = builtin_corpus() if corpus == "builtin" else Path(corpus).expanduser()
-    data = DataSource(path.absolute(), config.data.max_length, config.data.over_length)
+    data = data_source(config.data)
     documents = data.open()
-    if documents.corpus.vocab_size > hf_config.vocab_size:
-        raise UserError(
-            f"{path}: token ids go up to {documents.corpus.vocab_size - 1} and the model's "
-            f"vocabulary has {hf_config.vocab_size}: set model.config.vocab_size, or annotate with "
-            "the model's tokenizer"
-        )
-    if not documents.label_tokens.any():
-        raise UserError(
-            f"{path}: no sequence of up to {config.data.max_length} tokens has a token to predict: "
-            "raise data.max_length or look at the corpus's labels"
-        )
+    check_documents(documents, hf_config.vocab_size)
     if (folder := config.model.path) is not None and not any(folder.glob("*.safetensors")):
         raise UserError(f"{folder}: no *.safetensors file to take the weights from")
     if config.planner.preset != "auto":

@@ -36,4 +36,4 @@ def five_texts(tmp_path_factory):
     for i, length in enumerate((300, 40, 7, 90, 13)):
         (folder / f"{i}.txt").write_bytes(bytes(32 + (i + j * j) % 90 for j in range(length)))
     annotate([folder], folder / "out", "bytes")
-    return DataSource(folder / "out", 400, "error")
+    return DataSource((folder / "out",), 400, "error")

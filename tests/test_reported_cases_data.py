@@ -14,7 +14,7 @@ from flexray.datasets.annotate import annotate
 from flexray.datasets.corpus import Corpus
 from flexray.datasets.documents import Documents, OverLength
 from flexray.datasets.errors import CorpusError
-from flexray.datasets.sampler import Sampler
+from flexray.datasets.sampler import Sampler, Stream
 
 
 def corpus_of(folder: Path, lengths: list[int]) -> Corpus:
@@ -53,13 +53,13 @@ def test_over_length_rows_are_not_lost_in_silence(tmp_path: Path, policy: OverLe
 def test_resume_at_the_end_of_an_epoch_does_not_skip_the_next(rows: int) -> None:
     """verl#7401: with and without a short last batch; the total over three epochs is exact."""
     batches = -(-rows // 8)
-    sampler, seen = Sampler(rows, 8, seed=5), np.zeros(rows, int)
+    sampler, seen = Sampler([Stream(rows)], 5, batch_sequences=8), np.zeros(rows, int)
     for epoch in range(3):
         for _ in range(batches):
             np.add.at(seen, sampler.next(), 1)
         assert (seen == epoch + 1).all()
         state = json.loads(json.dumps(sampler.state_dict()))
-        sampler = Sampler(rows, 8, seed=5)
+        sampler = Sampler([Stream(rows)], 5, batch_sequences=8)
         sampler.load_state_dict(state)
     assert seen.sum() == 3 * rows
 
@@ -67,12 +67,12 @@ def test_resume_at_the_end_of_an_epoch_does_not_skip_the_next(rows: int) -> None
 @pytest.mark.parametrize("kills", [[0], [1], [3, 3, 9], list(range(16))])
 def test_kill_and_resume_repeats_and_loses_no_row(kills: list[int]) -> None:
     """prime-rl#1035, SimpleTuner#2986: the one state is the driver's; ids are compared."""
-    steady = Sampler(100, 16, seed=0)
+    steady = Sampler([Stream(100)], 0, batch_sequences=16)
     wanted = np.concatenate([steady.next() for _ in range(16)])
-    sampler, got, committed = Sampler(100, 16, seed=0), [], None
+    sampler, got, committed = Sampler([Stream(100)], 0, batch_sequences=16), [], None
     for step in range(16):
         if step in kills:
-            sampler = Sampler(100, 16, seed=0)
+            sampler = Sampler([Stream(100)], 0, batch_sequences=16)
             if committed:
                 sampler.load_state_dict(committed)
         got.append(sampler.next())
@@ -83,13 +83,13 @@ def test_kill_and_resume_repeats_and_loses_no_row(kills: list[int]) -> None:
 @pytest.mark.parametrize("world", [2, 8])
 def test_sampler_state_loads_at_another_world_size(world: int) -> None:
     """torchtitan#811, #816: saved at 4 ranks, loaded at 2 and 8; no rank appears in the state."""
-    saved = Sampler(1000, 4 * 8, seed=1)
+    saved = Sampler([Stream(1000)], 1, batch_sequences=4 * 8)
     seen = [saved.next() for _ in range(5)]
     state = saved.state_dict()
-    assert all(isinstance(value, int) for value in state.values())
-    loaded = Sampler(1000, world * 8, seed=1)
+    assert state == {"seed": 1, "draws": 160, "corpora": {"0": vars(Stream(1000))}}
+    loaded = Sampler([Stream(1000)], 1, batch_sequences=world * 8)
     loaded.load_state_dict(state)
-    while loaded.epoch == 0:
+    while loaded.epochs == (0,):
         seen.append(loaded.next())
     assert np.array_equal(np.sort(np.concatenate(seen)), np.arange(1000))
 
