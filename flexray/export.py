@@ -1,6 +1,7 @@
 """A checkpoint as a Hugging Face folder: read and written one parameter at a time.
 
-No Ray, no GPU, and never more than one output file's parameters in memory.
+No Ray, no GPU, and never more than one output file's parameters in memory (and the adapters, where
+adapters were trained: they become a PEFT folder, or are merged into the weights).
 """
 
 from __future__ import annotations
@@ -10,16 +11,25 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from flexray.actors.checkpoint import CheckpointFailed, SavedTensors
+from flexray.actors.lora import Lora
+from flexray.actors.lora import merge as merge_adapters
+from flexray.actors.model import ModelRefused, build_on_meta
+from flexray.actors.sharding import initial_parameters
+from flexray.adapter_files import adapters, write_adapters
 from flexray.checkpoints import Checkpoint
 from flexray.config import Config, load_config
 from flexray.errors import UserError
 from flexray.safetensors_files import SafetensorsFiles
 from flexray.tokenizer_files import copy_tokenizer
+
+Named = Iterator[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,7 @@ def export(
     out: Path,
     *,
     dtype: torch.dtype | None = None,
+    merge: bool = False,
     progress: Callable[[str], None] = lambda name: None,
 ) -> Exported:
     """Writes the model of `checkpoint` to a new folder `out`.
@@ -43,6 +54,7 @@ def export(
         checkpoint: A whole one.
         out: Must not be there, or be empty. It appears when all of it is written.
         dtype: Of the parameters; None: that of the master weights.
+        merge: Write the whole model with adapters added to its weights, not a PEFT folder.
         progress: Called with the name of every parameter that is read.
 
     Raises:
@@ -52,13 +64,25 @@ def export(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: is there already: choose another folder")
     config = load_config(checkpoint.state.config, [])
+    if merge and config.model.lora is None:
+        raise UserError("--merge: this run trained no adapters (model.lora)")
     unfinished = out.with_name(f"{out.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
         unfinished.mkdir(parents=True)
-        exported = _write(checkpoint, config, unfinished, dtype or _master_dtype(config), progress)
+        files = SafetensorsFiles(unfinished, dtype or _master_dtype(config))
+        saved = SavedTensors(checkpoint.location)
+        if config.model.lora and not merge:
+            write_adapters(saved, config, files)
+        else:
+            for name, value in _parameters(saved, checkpoint, config):
+                progress(name)
+                files.add(name, value)
+            files.close("model")
+            _write_config(checkpoint.state.model, files)
+        exported = Exported(files.values, copy_tokenizer(config, unfinished))
         unfinished.replace(out)
-    except CheckpointFailed as error:
+    except (CheckpointFailed, ModelRefused) as error:
         raise UserError(str(error)) from None
     except OSError as error:
         raise UserError(f"{error.filename}: cannot write: {error.strerror}") from None
@@ -67,31 +91,28 @@ def export(
     return exported
 
 
-def _write(
-    checkpoint: Checkpoint,
-    config: Config,
-    folder: Path,
-    dtype: torch.dtype,
-    progress: Callable[[str], None],
-) -> Exported:
-    files = SafetensorsFiles(folder, dtype)
-    for name, value in _parameters(SavedTensors(checkpoint.location)):
-        progress(name)
-        files.add(name, value)
-    files.close()
-    keys = dict(checkpoint.state.model)
-    keys["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[keys["model_type"]]]
-    keys["dtype"] = str(dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(keys, indent=2) + "\n")
-    return Exported(files.values, copy_tokenizer(config, folder))
-
-
-def _parameters(saved: SavedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+def _parameters(saved: SavedTensors, checkpoint: Checkpoint, config: Config) -> Named:
     """Parameters (tied ones once) and buffers that belong to them, by their Hugging Face names."""
-    for key in saved:
-        if key.startswith("model."):
-            yield key.removeprefix("model."), saved.read(key)
+    lora = config.model.lora
+    if lora is None:
+        for key in saved:
+            if key.startswith("model."):
+                yield key.removeprefix("model."), saved.read(key)
+        return
+    blueprint = build_on_meta(AutoConfig.for_model(**checkpoint.state.model), torch.float32)
+    base = initial_parameters(blueprint, config.model.path, config.train.seed)
+    frozen = getattr(torch, config.train.dtype)
+    yield from merge_adapters(base, adapters(saved), Lora(**lora.model_dump()), frozen=frozen)
+
+
+def _write_config(model: dict[str, Any], files: SafetensorsFiles) -> None:
+    keys = model | {
+        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model["model_type"]]],
+        "dtype": str(files.dtype).removeprefix("torch."),
+    }
+    (files.folder / "config.json").write_text(json.dumps(keys, indent=2) + "\n")
 
 
 def _master_dtype(config: Config) -> torch.dtype:
+    """Of the master weights."""
     return torch.float64 if config.train.dtype == "float64" else torch.float32

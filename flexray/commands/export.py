@@ -29,19 +29,28 @@ def export(
             help=f"Of the parameters: {', '.join(DTYPES)}. Default: that of the master weights."
         ),
     ] = None,
+    merge: Annotated[
+        bool,
+        typer.Option(
+            "--merge", help="Of a run with model.lora: the whole model, not the adapters alone."
+        ),
+    ] = False,
 ) -> None:
     """Write a run's model as a Hugging Face folder.
 
     Takes the newest checkpoint of a run, also of one that is still training, and writes
     config.json, safetensors files and, where they are known, the tokenizer's files.
     AutoModelForCausalLM.from_pretrained(FOLDER) loads it. Parameters are read and written one at a
-    time: a model that does not fit this machine's memory can be exported on it.
+    time: a model that does not fit this machine's memory can be exported on it. Adapters (LoRA)
+    become a PEFT folder that names the base model's, or are merged into its weights.
 
     Examples:
 
       flexray export runs/first --out my-model
 
       flexray export first --out my-model --dtype bfloat16
+
+      flexray export adapted --merge --out my-model
 
       flexray export s3://bucket/checkpoints/first --out my-model
     """
@@ -58,6 +67,7 @@ def export(
             checkpoint,
             out,
             dtype=wanted,
+            merge=merge,
             progress=lambda name: status.update(name),
         )
     console.print(

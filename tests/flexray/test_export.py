@@ -8,17 +8,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flexray.actors.checkpoint import Checkpointer
+from flexray.actors.lora import Lora
 from flexray.checkpoints import CheckpointFolder
 from flexray.config import load_config
 from flexray.datasets.annotate import annotate
 from flexray.errors import UserError
 from flexray.export import export
 from flexray.resume import locate
-from tests.actors.models import VOCAB, config, engine, label_tokens, sequences, work_of
+from tests.actors.models import (
+    VOCAB,
+    config,
+    engine,
+    label_tokens,
+    reference_model,
+    sequences,
+    work_of,
+)
 from tests.flexray.test_checkpoints import state
 from tests.worlds import run_world
 
@@ -30,11 +40,11 @@ MODELS = {
 }
 
 
-def save(rank, world, store, location, hf_config):
+def save(rank, world, store, location, hf_config, settings=None):
     """Trains two steps and saves; the whole parameters by their Hugging Face names."""
     from flexray.solver.communicators import CommunicatorCache
 
-    ours = engine(rank, world, store, BATCH, hf_config, learning_rate=0.01)
+    ours = engine(rank, world, store, BATCH, hf_config, learning_rate=0.01, **(settings or {}))
     groups = [((r,), tuple(range(len(BATCH)))[r::world]) for r in range(world)]
     communicators = CommunicatorCache(4)
     for step in (1, 2):
@@ -45,10 +55,10 @@ def save(rank, world, store, location, hf_config):
     return {name: p.detach().full_tensor().numpy() for name, p in named}
 
 
-def checkpoint_of(folder, hf_config, **sections):
+def checkpoint_of(folder, hf_config, settings=None, **sections):
     """A whole checkpoint by two ranks, and the parameters that are in it."""
     checkpoints = CheckpointFolder(str(folder / "checkpoints"))
-    parameters = run_world(2, save, checkpoints.begin(2), hf_config)[0]
+    parameters = run_world(2, save, checkpoints.begin(2), hf_config, settings)[0]
     saved = state(
         2,
         config=load_config(sections, []).to_dict(),
@@ -127,6 +137,53 @@ def test_the_tokenizer_comes_along_where_it_is_known(tmp_path):
     Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
     assert export(checkpoint, tmp_path / "unknown").tokenizer is None
     assert not (tmp_path / "unknown" / "tokenizer.json").exists()
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """A checkpoint of adapters on a folder of weights, and the adapted model by PEFT itself."""
+    folder = tmp_path_factory.mktemp("adapted")
+    base = reference_model(MODELS["tied"], torch.float32)
+    base.save_pretrained(folder / "base")
+    lora = Lora(rank=3, alpha=12.0, targets=("q_proj", "down_proj"))
+    settings = {"lora": lora, "weights": folder / "base"}
+    sections = {"model": {"path": folder / "base", "lora": dataclasses.asdict(lora)}}
+    checkpoint, parameters = checkpoint_of(folder, MODELS["tied"], settings, **sections)
+    targets = list(lora.targets)
+    right = get_peft_model(base, LoraConfig(r=3, lora_alpha=12.0, target_modules=targets))
+    with torch.no_grad():
+        for name, parameter in right.named_parameters():
+            if parameter.requires_grad:
+                value = parameters[name.removeprefix("base_model.model.")]
+                parameter.copy_(torch.from_numpy(value))
+                assert value.any()
+    return checkpoint, right.eval()
+
+
+def test_adapters_become_a_folder_that_peft_loads(adapted, tmp_path):
+    checkpoint, right = adapted
+    export(checkpoint, tmp_path / "adapters")
+    assert not list((tmp_path / "adapters").glob("model*"))
+    model = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapters").eval()
+    assert torch.equal(logits(model), logits(right))
+
+
+def test_merged_adapters_need_no_peft(adapted, tmp_path):
+    checkpoint, right = adapted
+    export(checkpoint, tmp_path / "merged", merge=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert not any("lora" in name for name, _ in model.named_parameters())
+    assert (logits(model) - logits(right)).abs().max() < 1e-5 * logits(right).abs().max()
+
+
+def test_adapters_of_random_weights_can_only_be_merged(adapted, saved, tmp_path):
+    checkpoint, _ = adapted
+    sections = load_config({"model": {"config": {}, "lora": {"rank": 3}}}, []).to_dict()
+    of_random = dataclasses.replace(checkpoint.state, config=sections)
+    with pytest.raises(UserError, match="write the whole model with --merge"):
+        export(dataclasses.replace(checkpoint, state=of_random), tmp_path / "out")
+    with pytest.raises(UserError, match="--merge: this run trained no adapters"):
+        export(saved[1], tmp_path / "out", merge=True)
 
 
 def test_export_finds_a_run_as_resume_does(saved, tmp_path):
