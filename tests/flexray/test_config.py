@@ -161,6 +161,28 @@ FILE_ERRORS = [
         "train.min_learning_rate (0.1) must not be greater than train.learning_rate (0.005)",
     ),
     (f"data: {{corpus: [{'x' * 999}]}}", "config.yaml: data.corpus: must be text, not a list"),
+    ("data: {corpus: x, mixture: [{corpus: a, weight: 1}]}", "data.corpus and data.mixture exclud"),
+    ("data: {mixture: []}", "data.corpus and data.mixture: give one of them"),
+    ("data: {mixture: x}", "config.yaml: data.mixture: must be a list, not 'x'"),
+    ("data: {mixture: [x]}", "config.yaml: data.mixture.0: must be a mapping of keys, not 'x'"),
+    ("data: {mixture: [{corpus: a}]}", "config.yaml: data.mixture.0.weight: is missing"),
+    (
+        "data: {mixture: [{corpus: a, weight: 0}]}",
+        "config.yaml: data.mixture.0.weight: must be greater than 0, not 0",
+    ),
+    (
+        "data: {mixture: [{corpus: a, weight: 1, wieght: 1}]}",
+        "config.yaml: unknown key data.mixture.0.wieght: did you mean data.mixture.0.weight?",
+    ),
+    ("data: {validation: 0}", "data.validation: must be a corpus or a number of sequences above"),
+    ("data: {validation: true}", "a number of sequences above 0, not true"),
+    ("data: {max_length: 2147483648}", "data.max_length: must be less than 2147483648, not 21474"),
+    ("train: {batch_tokens: 0}", "config.yaml: train.batch_tokens: must be greater than 0, not 0"),
+    (
+        "train: {batch_tokens: 5, batch_sequences: 5}",
+        "train.batch_sequences and train.batch_tokens exclude each other: give one of them, and",
+    ),
+    ("train: {batch_sequences: ~}", "train.batch_sequences and train.batch_tokens: give one of"),
 ]
 
 
@@ -172,6 +194,25 @@ def test_errors_in_a_file(read, text, message):
     assert message in line
     assert line.startswith("config.yaml: ")
     assert "\n" not in line
+
+
+def test_a_wrong_key_that_others_follow_from_is_one_error(read):
+    with pytest.raises(UserError) as caught:
+        read("data: {mixture: 5}")
+    assert str(caught.value) == "config.yaml: data.mixture: must be a list, not 5"
+
+
+def test_keys_that_exclude_each_other(read):
+    mixture = "data.mixture=[{corpus: a, weight: 0.7}, {corpus: b, weight: 1}]"
+    config = read(None, mixture, "train.batch_tokens=4096")
+    assert [(s.corpus, s.weight) for s in config.data.shares] == [("a", 0.7), ("b", 1.0)]
+    assert (config.data.corpus, config.train.batch_sequences) == (None, None)
+    assert read(config.to_yaml()) == config
+    changed = read(config.to_yaml(), "data.mixture=null", "data.corpus=c")
+    assert [(s.corpus, s.weight) for s in changed.data.shares] == [("c", 1.0)]
+    assert [s.corpus for s in read().data.shares] == ["builtin"]
+    assert read(None, "data.validation=100").data.validation == 100
+    assert read(None, "data.validation=a").data.validation == "a"
 
 
 OVERRIDE_ERRORS = [
