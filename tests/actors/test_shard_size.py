@@ -7,9 +7,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from flexray.actors.lora import Lora
 from flexray.actors.model import ModelRefused
 from flexray.solver.communicators import CommunicatorCache
 from tests.actors.models import config, engine, label_tokens, sequences, work_of
+from tests.actors.test_checkpoint import trained as trained_engine
+from tests.actors.test_checkpoint import whole_state
 from tests.actors.test_gradients import LENGTHS, PLAN, TOLERANCE, check
 from tests.worlds import run_world
 
@@ -126,3 +129,27 @@ def test_a_size_that_does_not_divide_the_world_is_one_line(size):
         "or other cluster.gpus"
     )
     assert said == [(line, False)] * 3
+
+
+def saved(rank, world, store, location, settings):
+    ours, checkpointer = trained_engine(rank, world, store, 3, **settings)
+    checkpointer.save(location)()
+    return whole_state(ours)
+
+
+def loaded(rank, world, store, location, settings):
+    ours, checkpointer = trained_engine(rank, world, store, 0, **settings)
+    checkpointer.load(location)
+    return whole_state(ours)
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=3, alpha=6.0)], ids=["whole", "adapters"])
+def test_a_state_loads_bit_equal_in_groups_of_another_size(tmp_path, lora):
+    location = str(tmp_path / "pairs")
+    right = run_world(4, saved, location, {"shard_size": 2, "lora": lora})[0]
+    assert right
+    for world, size in ((4, None), (4, 1), (3, None), (6, 3)):
+        settings = {"shard_size": size, "lora": lora}
+        for state in run_world(world, loaded, location, settings):
+            assert state.keys() == right.keys()
+            assert all((state[key] == right[key]).all() for key in right), (world, size)
