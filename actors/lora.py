@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -37,10 +38,20 @@ def add_adapters(model: PreTrainedModel, lora: Lora, *, master: torch.dtype) -> 
         raise ModelRefused("model.lora needs PEFT: pip install peft")
     from peft import LoraConfig, inject_adapter_in_model  # it takes seconds to import
 
-    settings = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, target_modules=_targets(model, lora.targets)
-    )
-    inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
+    targets = _targets(model, lora.targets)
+    settings = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)
+        adapted = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
+    except ValueError:
+        adapted = []
+    if sorted(adapted) != sorted(targets):
+        # It takes a dense layer's name for a fused expert's parameter, in files that it writes too.
+        raise ModelRefused(
+            f"model.lora: PEFT gives these layers of {model.config.model_type} another meaning: "
+            "name others in model.lora.targets, such as [q_proj, k_proj, v_proj, o_proj]"
+        )
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(master)

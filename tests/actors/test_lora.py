@@ -25,10 +25,12 @@ from tests.actors.models import (
     worst_difference,
 )
 from tests.actors.test_gradients import LENGTHS, PLAN, TOLERANCE
+from tests.actors.test_model import EXPERTS
 from tests.worlds import run_world
 
 LORA = Lora(rank=3, alpha=12.0)
 SOME = Lora(rank=4, alpha=4.0, targets=("q_proj", "mlp.down_proj"))
+ATTENTION = Lora(rank=4, alpha=4.0, targets=("q_proj", "v_proj", "o_proj"))
 
 
 def reference(hf_config, lora, dtype):
@@ -121,6 +123,7 @@ def test_gradients_of_adapters_are_those_of_one_process(plan):
             (config("qwen3"), {"dtype": "float64", "lora": LORA, "activation_checkpointing": True}),
             (config(), {"dtype": "float64", "lora": LORA, "shard_size": 2}),
             (config(), {"dtype": "float32", "lora": LORA}),
+            (config("mixtral", **EXPERTS["mixtral"]), {"dtype": "float32", "lora": ATTENTION}),
         ]
     for case, found in zip(cases, run_world(4, compared, cases, plan)[0], strict=True):
         assert max(found) <= TOLERANCE[case[1]["dtype"]], (case, found)
@@ -270,6 +273,20 @@ def spans(rank, world, store, lora):
 def test_every_layers_own_work_is_timed_forward_and_backward():
     for lora in (None, LORA):  # two layers and the loss; the first layer's input is frozen
         assert all(s == [6, 6, 6] and w >= 0 for s, w in run_world(4, spans, lora)), lora
+
+
+def test_layers_that_peft_takes_for_others_are_one_line():
+    """PEFT reads gate_proj of a GLM as the fused experts' parameter, not the dense layer."""
+    glm = config("glm4_moe", **EXPERTS["glm4_moe"])
+
+    def adapt(targets):
+        add_adapters(build_on_meta(glm, torch.float32), Lora(4, 4.0, targets), master=torch.float32)
+
+    for targets in (None, ("gate_proj",)):
+        with pytest.raises(ModelRefused, match=r"^model\.lora: PEFT gives .* of glm4_moe") as error:
+            adapt(targets)
+        assert "\n" not in str(error.value)
+    adapt(("q_proj",))
 
 
 @pytest.mark.parametrize(
