@@ -17,6 +17,7 @@ from flexray.datasets.piece_writer import Advance, Job, write_piece
 from flexray.datasets.pieces import Piece
 from flexray.datasets.writer import Written
 from flexray.errors import UserError
+from flexray.ray_address import check_answers
 
 if TYPE_CHECKING:
     import ray
@@ -131,6 +132,8 @@ def _cluster(workers: int | None) -> Iterator[int]:
         yield _limit(workers)
         return
     address = os.environ.get("RAY_ADDRESS")
+    if address:
+        check_answers(address)
     cpus = len(os.sched_getaffinity(0))
     local = {} if address else {"num_cpus": max(workers or 0, cpus), "include_dashboard": False}
     on_sigterm = signal.getsignal(signal.SIGTERM)
@@ -140,9 +143,7 @@ def _cluster(workers: int | None) -> Iterator[int]:
         )
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = f"no Ray cluster answers at {address}" if address else "Ray did not start here"
-        raise UserError(
-            f"{where} ({' '.join(str(error).split())}): --workers 1 needs none"
-        ) from None
+        raise UserError(f"{where} ({' '.join(str(error).split())})") from None
     signal.signal(signal.SIGTERM, on_sigterm)  # Ray's own would end without a clean-up
     try:
         yield _limit(workers)

