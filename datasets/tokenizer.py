@@ -29,6 +29,10 @@ class Tokenizer(Protocol):
         """Tokens of each text, (texts,), and all token ids, one text after the other."""
         ...
 
+    def decode(self, ids: Int32Array) -> str:
+        """The text of (n,) token ids, for people to look at."""
+        ...
+
 
 class BytesTokenizer:
     """The UTF-8 bytes of a text are its 256 token ids.
@@ -45,6 +49,10 @@ class BytesTokenizer:
         encoded = [text.encode() for text in texts]
         lengths = np.array([len(text) for text in encoded], np.int32)
         return lengths, np.frombuffer(b"".join(encoded), np.uint8).astype(np.int32)
+
+    def decode(self, ids: Int32Array) -> str:
+        """See `Tokenizer.decode`."""
+        return ids.astype(np.uint8).tobytes().decode(errors="replace")
 
 
 class HuggingFaceTokenizer:
@@ -67,6 +75,10 @@ class HuggingFaceTokenizer:
         ids = [np.array(e.ids, np.int32) for e in self._backend.encode_batch_fast(texts)]
         lengths = np.array([len(x) for x in ids], np.int32)
         return lengths, np.concatenate(ids) if ids else np.empty(0, np.int32)
+
+    def decode(self, ids: Int32Array) -> str:
+        """See `Tokenizer.decode`."""
+        return str(self._backend.decode(ids.tolist(), skip_special_tokens=False))
 
 
 def load_tokenizer(name: str) -> Tokenizer:

@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": "Plan one training step: which groups of GPUs form and which rows each gets.",
     "simulate": "Simulate what planning every step would gain on a cluster, before renting it.",
     "annotate": "Make a corpus: tokenise documents and record the length of each.",
+    "inspect": "Show what is in a corpus: how long its sequences are, and how it was made.",
     "export": "Write a run's model as a Hugging Face folder.",
     "doctor": "Show what this machine has and what a run on it would use.",
 }
