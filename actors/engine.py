@@ -137,14 +137,16 @@ class Engine:
         with torch.no_grad():
             parts = [self._forward(part, work)[:2] for part in work.micro_steps]
         reshard(self.model)
+        loss = self._sum(work, parts)
+        self._ended = time.perf_counter()
         return EvaluationReport(
             step=work.step,
             generation=self.generation,
             rank=self.rank,
-            loss=self._sum(work, parts),
+            loss=loss,
             label_tokens=work.label_tokens,
             new_communicators=made,
-            wall_ms=(time.perf_counter() - started) * 1e3,
+            wall_ms=(self._ended - started) * 1e3,
         )
 
     def accumulate(self, work: RankStep) -> tuple[float, list[MicroReport]]:

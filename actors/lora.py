@@ -102,7 +102,7 @@ def merge(
     """The parameters of the plain model that computes what `base` with `adapters` does.
 
     `base` is what the frozen parameters were filled with (in dtype `frozen`), one at a time, by
-    plain names; `adapters` by their names in the trained model. Values are in the adapters' dtype.
+    plain names; `adapters` by their names in the trained model. What is adapted gets their dtype.
     """
     left = set(adapters)
     for name, value in base:

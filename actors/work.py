@@ -56,7 +56,7 @@ class StepReport:
     micro_steps: tuple[MicroReport, ...]
     new_communicators: int
     step_ms: float
-    idle_ms: float  # between the end of the last step here and the start of this one
+    idle_ms: float  # between the end of the last step or evaluation here and the start of this one
     peak_memory_mb: float
 
 
