@@ -133,6 +133,10 @@ class Pool:
         """Has all ranks go on from a checkpoint. Raises PoolError when one cannot."""
         self.wait([worker.load.remote(location, counters) for worker in self._workers], "load")
 
+    def sees(self, path: str) -> list[bool]:
+        """Whether each rank sees a file of the driver's."""
+        return self.wait([worker.sees.remote(path) for worker in self._workers], "look")
+
     def start_profile(self) -> None:
         """Has every rank record from behind what is queued."""
         for worker in self._workers:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from queue import Queue
 
 import psutil
@@ -82,6 +83,11 @@ class Worker:
             memory_mb=memory / 2**20,
             cores=os.cpu_count() or 1,
         )
+
+    @ray.method(concurrency_group="control")
+    def sees(self, path: str) -> bool:
+        """Whether there is such a file where this process runs."""
+        return Path(path).exists()
 
     @ray.method(concurrency_group="train")
     def join(self, generation: int, rank: int, world: int, host: str, port: int) -> None:

@@ -22,7 +22,7 @@ class Batch:
         label_tokens: after the shift, over all rows.
         cursor: the sampler's state after this batch; empty for held-out rows.
         held_out: not to be trained on.
-        is_last: the validation after this step ends with it.
+        ends_step: nothing more of this step follows, no validation either.
     """
 
     step: int
@@ -31,7 +31,7 @@ class Batch:
     label_tokens: int
     cursor: dict[str, Any] = field(default_factory=dict)
     held_out: bool = False
-    is_last: bool = False
+    ends_step: bool = True
 
 
 def batches(
@@ -48,12 +48,15 @@ def batches(
 
     def deal() -> Iterator[Batch]:
         for step in range(done + 1, train.steps + 1):
+            looks = step == train.steps or (
+                train.validate_every and not step % train.validate_every
+            )
+            parts = held_out if looks else []
             rows = sampler.next().tolist()
-            yield _batch(documents, step, rows, cursor=sampler.state_dict())
-            if step == train.steps or (train.validate_every and step % train.validate_every == 0):
-                for i, part in enumerate(held_out, 1):
-                    is_last = i == len(held_out)
-                    yield _batch(documents, step, part, held_out=True, is_last=is_last)
+            cursor = sampler.state_dict()
+            yield _batch(documents, step, rows, cursor=cursor, ends_step=not parts)
+            for i, part in enumerate(parts, 1):
+                yield _batch(documents, step, part, held_out=True, ends_step=i == len(parts))
 
     return deal()
 

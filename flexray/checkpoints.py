@@ -10,6 +10,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -126,6 +129,23 @@ class CheckpointFolder:
             ) from None
         location = f"{self.root}/{_name(step)}"
         return Checkpoint(location, RunState.from_json(text, f"{location}/{MARKER}"))
+
+    @contextmanager
+    def token(self) -> Iterator[Path]:
+        """An empty file in a local folder, to see who else sees it."""
+        root = Path(self.root)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(prefix="seen-", dir=root)
+        except OSError as error:
+            raise UserError(
+                f"{error.filename}: cannot write checkpoints: {error.strerror}"
+            ) from None
+        os.close(handle)
+        try:
+            yield Path(name)
+        finally:
+            Path(name).unlink()
 
     def begin(self, step: int) -> str:
         """Where the ranks are to write `step`: an empty place, so that nothing old is mixed in."""

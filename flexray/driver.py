@@ -28,7 +28,7 @@ from flexray.ray_cluster import connected
 from flexray.records import spans
 from flexray.resume import learned, with_learned
 from flexray.run_directory import RunDirectory
-from flexray.saving import Saver
+from flexray.saving import Saver, check_shared
 from flexray.solver.calibration import Calibrator
 from flexray.solver.communicators import CommunicatorCache
 from flexray.stopping import StopRequest
@@ -121,6 +121,7 @@ class Driver:
             f"{len(places)} ranks on {len({p.node for p in places})} node(s), "
             f"{self.job.parameters:,} parameters in {self.config.train.dtype}, run {self.run.path}"
         )
+        check_shared(self.pool, self.checkpoints)
         cost = self.job.cost(places)
         self.job.check_longest(cost, places)
         self.calibrator = Calibrator(
@@ -161,6 +162,7 @@ class Driver:
             in_flight = queued
             if not planned.batch.held_out:
                 last = planned.batch
+            if last and planned.batch.ends_step:
                 self._save_if_due(last)
         if in_flight:
             self._complete(in_flight)
@@ -194,7 +196,9 @@ class Driver:
             self._complete_validation(work)
         else:
             self._complete_step(work)
-        self.journal.checkpoint(self.saver.poll(self.journal.steps_done))
+        # Not before all of its step is written down: a resume would leave out the rest.
+        if work.planned.batch.ends_step:
+            self.journal.checkpoint(self.saver.poll(work.planned.batch.step))
 
     def _complete_step(self, step: InFlight) -> None:
         reports: list[StepReport] = self.pool.wait(step.calls, "step")
@@ -218,7 +222,7 @@ class Driver:
     def _complete_validation(self, part: InFlight) -> None:
         batch = part.planned.batch
         self.validation.add(batch, self.pool.wait(part.calls, "validation"))
-        if batch.is_last:
+        if batch.ends_step:
             self.journal.validation(self.validation.event(batch.step))
             self.validation = ValidationSum()
 

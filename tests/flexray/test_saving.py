@@ -1,0 +1,87 @@
+"""Checkpoints by real actors: published when whole, told when they cannot be written."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from flexray.actors.pool import Pool
+from flexray.actors.settings import EngineSettings
+from flexray.checkpoints import CheckpointFolder
+from flexray.errors import RunFailed, UserError
+from flexray.events import CheckpointEvent
+from flexray.saving import Saver, check_shared
+from tests.actors.models import config
+from tests.flexray.test_checkpoints import state
+
+
+@pytest.fixture(scope="module")
+def pool(two_nodes, five_texts):
+    settings = EngineSettings(model=config(vocab_size=256), timeout_s=60)
+    with Pool(2, "cpu", settings, five_texts) as pool:
+        pool.form(1)
+        yield pool
+
+
+def test_a_checkpoint_is_published_once_its_step_is_written_down(pool, tmp_path):
+    folder = CheckpointFolder(str(tmp_path))
+    saver = Saver(pool, folder, keep=1, newest=0)
+    assert saver.poll(5) is None and saver.finish() is None
+    assert saver.start(state(5, counters={})) is None
+    deadline = time.monotonic() + 60
+    while not (ended := saver.poll(5)):
+        assert saver.poll(4) is None and folder.steps() == []
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert isinstance(ended, CheckpointEvent) and (ended.step, saver.newest) == (5, 5)
+    assert ended.write_s > ended.blocked_s > 0
+    found = folder.newest()
+    assert found.location == ended.location
+    assert found.state.counters == {"updates": 0, "skipped": 0, "skipped_in_a_row": 0}
+    pool.load(found.location, found.state.counters)
+
+
+def test_the_next_one_waits_for_the_one_before(pool, tmp_path):
+    folder = CheckpointFolder(str(tmp_path))
+    saver = Saver(pool, folder, keep=2, newest=0)
+    saver.start(state(1, counters={}))
+    assert saver.start(state(2, counters={})).step == 1
+    assert [event.step for event in saver.last(state(2, counters={}))] == [2]
+    assert saver.last(state(2, counters={})) == []
+    assert folder.steps() == [1, 2]
+
+
+def test_one_that_cannot_be_written_is_told_and_the_last_one_is_an_error(pool, tmp_path):
+    folder = CheckpointFolder(str(tmp_path / "run"))
+    saver = Saver(pool, folder, keep=2, newest=0)
+    (tmp_path / "run").mkdir()
+    # A file where the folder of the shards is to be.
+    Path(folder.begin(3)).write_text("")
+    folder.begin = lambda step: f"{folder.root}/step-{step:08d}.unfinished"
+    saver.start(state(3, counters={}))
+    told = saver.finish()
+    assert told.startswith(f"step 3 in {folder.root}: ") and "\n" not in told
+    with pytest.raises(RunFailed, match="the last checkpoint could not be written: step 3 in"):
+        saver.last(state(3, counters={}))
+    assert folder.steps() == []
+
+
+def test_a_folder_that_some_ranks_do_not_see_is_refused_before_training(pool, tmp_path):
+    check_shared(pool, CheckpointFolder(str(tmp_path / "shared")))
+    check_shared(pool, CheckpointFolder("memory://any"))
+    assert not list((tmp_path / "shared").iterdir())
+    # A path that means another folder in every process.
+    private = os.open(tmp_path / "shared", os.O_RDONLY)
+    os.dup2(private, 777)
+    try:
+        with pytest.raises(UserError, match=r"ranks \[0, 1\] do not see this folder"):
+            check_shared(pool, CheckpointFolder("/proc/self/fd/777"))
+    finally:
+        os.close(private)
+        os.close(777)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file/run: cannot write checkpoints"):
+        check_shared(pool, CheckpointFolder(str(tmp_path / "file" / "run")))
