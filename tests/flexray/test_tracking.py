@@ -10,7 +10,7 @@ import time
 import pytest
 
 from flexray.config import load_config
-from flexray.events import StepEvent
+from flexray.events import StepEvent, ValidationEvent
 from flexray.tracking import Tracker, wandb_mode
 
 KEY = "k" * 40
@@ -94,12 +94,17 @@ def test_an_offline_run_holds_config_steps_and_summary(tmp_path):
     for number in (211, 212, 201):  # a resume logs earlier steps again
         tracker.log_step(step(number, loss=number / 2), {"plan/speedup": 1.25})
     tracker.log_step(step(202, loss=float("nan"), step_s=0.0))
+    tracker.log_validation(
+        ValidationEvent(step=202, loss=3.25, sequences=5, label_tokens=99, validation_s=0.1)
+    )
     tracker.finish({"final_loss": 100.5})
     tracker.finish()
     assert warnings == []
 
     rows = history(tmp_path)
-    assert [row["train/step"] for row in rows] == [211, 212, 201, 202]
+    assert [row["train/step"] for row in rows] == [211, 212, 201, 202, 202]
+    assert rows.pop()["validation/loss"] == 3.25
+    assert (rows[0]["train/learning_rate"], rows[0]["train/skipped"]) == (1e-3, 0)
     assert rows[2]["train/loss"] == 100.5
     assert rows[2]["train/tokens_per_s"] == 500
     assert (rows[2]["plan/micro_steps"], rows[2]["plan/groups"]) == (2, 4)
@@ -139,6 +144,15 @@ def test_a_resumed_run_keeps_its_id(tmp_path):
         Tracker(config, tmp_path, "r").finish()
     ids = {r.run.run_id for r in records(tmp_path, runs=2) if r.HasField("run")}
     assert ids == {(tmp_path / "wandb_run_id").read_text().strip()}
+
+
+def test_a_run_whose_folder_is_lost_keeps_its_id_too(tmp_path):
+    tracker = Tracker(load_config(None, []), tmp_path, "r", run_id="from-checkpoint")
+    assert tracker.run_id == "from-checkpoint"
+    tracker.finish()
+    assert tracker.run_id is None
+    ids = {r.run.run_id for r in records(tmp_path) if r.HasField("run")}
+    assert ids == {"from-checkpoint"} == {(tmp_path / "wandb_run_id").read_text().strip()}
 
 
 def test_a_failure_warns_once_and_stops_nothing(tmp_path):
