@@ -104,7 +104,8 @@ class Driver:
                 self._initialize()
                 self.state = State.RUNNING
                 self._run_steps()
-                self.state = State.STOPPED if self.stop.requested else State.FINISHED
+                is_done = self.journal.steps_done == self.config.train.steps
+                self.state = State.FINISHED if is_done else State.STOPPED
         except ImpossibleRequest as error:
             raise UserError(str(error)) from None
         except PoolError as error:

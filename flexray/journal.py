@@ -69,9 +69,8 @@ class Journal:
         error: BaseException | None,
         tb: TracebackType | None,
     ) -> None:
-        self._tracker.finish(
-            {"state": self.state, "steps": self.steps_done, "final_loss": self.loss}
-        )
+        state = self.state if kind is None else "failed"
+        self._tracker.finish({"state": state, "steps": self.steps_done, "final_loss": self.loss})
         self._events.close()
         self._plans.close()
 

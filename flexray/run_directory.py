@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -78,6 +81,26 @@ class RunDirectory:
     def plans_path(self) -> Path:
         """Every plan with its step, one JSON object a line (docs/events.md)."""
         return self.path / "plans.jsonl"
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Holds the folder for the process that trains; the system lets go of it with the process.
+
+        Raises:
+            UserError: Another process trains this run.
+        """
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(folder)
+            raise UserError(
+                f"{self.path}: this run is training now, in another process: stop that first"
+            ) from None
+        try:
+            yield
+        finally:
+            os.close(folder)
 
     def write_config(self, config: Config) -> None:
         """Write the resolved config, under this run's name."""

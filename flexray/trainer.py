@@ -146,23 +146,23 @@ class Trainer:
     def _train(self, display: Display) -> TrainResult:
         job = prepare(self.config, self._model, self._loss)
         run = self._directory()
-        driver = self._driver = Driver(
-            job,
-            run,
-            display,
-            resume=self.resume,
-            callbacks=self._callbacks,
-            profile=self._profile,
-        )
-        try:
-            driver.train()
-        except (UserError, CorpusError, PlanningError):
-            if not self.resume and not driver.journal.steps_done:
-                shutil.rmtree(run.path, ignore_errors=True)  # the name stays free
-            raise
-        journal = driver.journal
-        stopped = driver.state is State.STOPPED
-        return TrainResult(run.path, journal.steps_done, journal.loss, stopped)
+        with run.held():
+            driver = self._driver = Driver(
+                job,
+                run,
+                display,
+                resume=self.resume,
+                callbacks=self._callbacks,
+                profile=self._profile,
+            )
+            try:
+                driver.train()
+            except (UserError, CorpusError, PlanningError):
+                if not self.resume and not driver.journal.steps_done:
+                    shutil.rmtree(run.path, ignore_errors=True)  # the name stays free
+                raise
+        steps, loss = driver.journal.steps_done, driver.journal.loss
+        return TrainResult(run.path, steps, loss, stopped=driver.state is State.STOPPED)
 
     def _directory(self) -> RunDirectory:
         section = self.config.run

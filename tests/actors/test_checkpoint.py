@@ -1,4 +1,7 @@
-"""The training state on disk: bit-equal at any world size, whole or not there."""
+"""The training state on disk: bit-equal at any world size, whole or not there.
+
+torchtitan#811, #816 (keys that fail when the world changes): saved by 4 ranks, loaded by 1 to 8.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import pytest
 import torch
 
 from flexray.actors.checkpoint import Checkpointer, CheckpointFailed, SavedTensors
+from flexray.actors.lora import Lora
 from flexray.solver.communicators import CommunicatorCache
 from tests.actors.models import config, engine, label_tokens, sequences, work_of
 from tests.worlds import run_world
@@ -46,9 +50,9 @@ def whole_state(ours):
     return state
 
 
-def save(rank, world, store, location):
+def save(rank, world, store, location, settings=None):
     """The state that was saved, and the loss of the step after it."""
-    ours, checkpointer = trained(rank, world, store, 3)
+    ours, checkpointer = trained(rank, world, store, 3, **(settings or {}))
     state = whole_state(ours)
     written = checkpointer.save(location)
     loss = train(ours, CommunicatorCache(16), 4)  # changes the parameters while files are written
@@ -57,8 +61,8 @@ def save(rank, world, store, location):
     return state, loss
 
 
-def load(rank, world, store, location):
-    ours, checkpointer = trained(rank, world, store, 0, seed=7)
+def load(rank, world, store, location, settings=None):
+    ours, checkpointer = trained(rank, world, store, 0, **({"seed": 7} | (settings or {})))
     checkpointer.load(location)
     ours.updates = 3
     state = whole_state(ours)
@@ -93,6 +97,26 @@ def test_a_url_holds_the_same(saved):
     assert found.keys() == here[0].keys()
     for key, value in found.items():
         assert (value == there[0][key]).all() and (value == here[0][key]).all(), key
+
+
+def test_adapters_alone_are_saved_and_load_at_another_world_size(tmp_path):
+    location, settings = str(tmp_path / "lora"), {"lora": Lora(rank=3, alpha=12.0), "seed": 0}
+    state, loss = run_world(4, save, location, settings)[0]
+    assert all(".lora_" in key for key in SavedTensors(location))
+    trained_state = {key: value for key, value in state.items() if ".lora_" in key[0]}
+    assert len(trained_state) == len(list(SavedTensors(location)))
+    for found, next_loss in run_world(2, load, location, settings):
+        assert all((found[key] == state[key]).all() for key in state)  # the frozen ones too
+        assert next_loss == pytest.approx(loss, rel=1e-13)
+
+
+@pytest.mark.parametrize(("world", "shard_size"), [(2, None), (6, 2)])
+def test_replicated_shards_load_at_another_world_and_shard_size(tmp_path, world, shard_size):
+    location = str(tmp_path / "shards")
+    state, loss = run_world(4, save, location, {"shard_size": 2})[0]
+    for found, next_loss in run_world(world, load, location, {"shard_size": shard_size}):
+        assert all((found[key] == state[key]).all() for key in state)
+        assert next_loss == pytest.approx(loss, rel=1e-13)
 
 
 def test_one_process_reads_every_tensor_whole(saved):

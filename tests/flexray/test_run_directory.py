@@ -1,4 +1,6 @@
 import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -42,3 +44,33 @@ def test_the_config_written_is_the_runs_own(tmp_path):
     run.write_config(config)
     assert load_config(run.config_path, []) == config.named(run.name)
     assert load_config(run.config_path, []) != Config()
+
+
+def test_a_run_is_trained_by_one_process_at_a_time(tmp_path):
+    run = RunDirectory.create(tmp_path, "one")
+    again = RunDirectory.open(tmp_path, "one")
+    program = (
+        "import os, sys, pathlib\n"
+        "from flexray.run_directory import RunDirectory\n"
+        "with RunDirectory(pathlib.Path(sys.argv[1])).held():\n"
+        "    print('held', flush=True); sys.stdin.read()\n"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", program, run.path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert other.stdout.readline() == b"held\n"
+    with pytest.raises(UserError, match="one: this run is training now, in another process"):
+        again.held().__enter__()
+    other.kill()
+    other.communicate()
+    for _ in range(2):
+        with again.held():
+            pass
+    assert list(run.path.iterdir()) == []
+
+
+def test_a_run_that_goes_on_is_made_where_its_folder_is_lost(tmp_path):
+    assert RunDirectory.open(tmp_path / "deep", "lost").path.is_dir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot make this folder"):
+        RunDirectory.open(tmp_path / "file", "run")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from flexray.actors.checkpoint import SavedTensors
+from flexray.resume import locate
 from tests.flexray.runs import SMALL, events, finish, start
 from tests.flexray.test_tracking import records
 
@@ -120,18 +121,24 @@ def test_lower_steps_dropped(runs):
     assert len(list((runs / "killed" / "wandb").glob("offline-run-*"))) == 2
 
 
-def test_another_world_has_the_same_losses_and_rows(runs):
-    moved = runs / "moved"
-    code, output = resume(moved, "cluster.gpus=3", "checkpoint.keep=1", "planner.degrees=[1,2]")
+def test_from_a_url_on_another_world_the_losses_and_rows_are_the_same(runs):
+    """All that is left of the run are its checkpoints; the new ones go to a URL too."""
+    checkpoints, url = runs / "moved" / "checkpoints", f"file://{runs}/url"
+    steps = sorted(int(p.name.removeprefix("step-")) for p in checkpoints.glob("step-????????"))
+    settings = ("cluster.gpus=3", "planner.degrees=[1,2]", f"checkpoint.dir={url}")
+    code, output = resume(f"file://{checkpoints}", *settings, f"run.dir={runs}/new")
     assert code == 0, output
-    whole = events(runs / "whole", "step")
-    assert [e["rows"] for e in events(moved, "step")] == [e["rows"] for e in whole]
-    assert [e["world"] for e in events(moved, "generation")] == [1, 3]
-    assert curve(moved) == pytest.approx([e["loss"] for e in whole], rel=1e-10)
-    assert curve(moved, "validation") == pytest.approx(
-        curve(runs / "whole", "validation"), rel=1e-10
-    )
-    assert [p.name for p in (moved / "checkpoints").iterdir()] == [f"step-{STEPS:08d}"]
+    run, after = runs / "new" / "killed", steps[-1]
+    whole = events(runs / "whole", "step")[after:]
+    assert [e["step"] for e in events(run, "step")] == list(range(after + 1, STEPS + 1))
+    assert [e["rows"] for e in events(run, "step")] == [e["rows"] for e in whole]
+    assert curve(run) == pytest.approx([e["loss"] for e in whole], rel=1e-10)
+    looks = [e["loss"] for e in events(runs / "whole", "validation") if e["step"] > after]
+    assert curve(run, "validation") == pytest.approx(looks, rel=1e-10)
+    assert [e["world"] for e in events(run, "generation")] == [3]
+    newest = locate(f"{url}/killed", runs)
+    assert (newest.state.step, newest.state.world) == (STEPS, 3)
+    assert newest.location == f"{url}/killed/step-{STEPS:08d}"
 
 
 def test_what_must_not_change_is_one_line(runs):
