@@ -8,6 +8,7 @@ import pytest
 
 from flexray.batches import batches
 from flexray.config import load_config
+from flexray.datasets.errors import CorpusError
 
 
 def train(**keys):
@@ -66,3 +67,9 @@ def test_after_a_resume_the_rest_is_the_same(five_texts, done):
     whole = list(batches(documents, train()))
     cursor = whole[done - 1].cursor if done else None
     assert list(batches(documents, train(), done=done, cursor=cursor)) == whole[done:]
+
+
+def test_a_cursor_of_other_rows_is_refused_at_once(five_texts, held_out):
+    (first, *_) = batches(held_out, train())
+    with pytest.raises(CorpusError, match="the sampler was saved with"):
+        batches(five_texts.open(), train(), done=1, cursor=first.cursor)
