@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -186,7 +187,8 @@ def test_a_second_interrupt_stops_at_once(tmp_path):
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     code, output = finish(process, 60)
-    assert code == 130 and "To go on from step 2" in output.replace("step 4", "step 2")
+    assert code == 130
+    assert re.search(rf"To go on from step \d+: flexray train --resume {run}$", output.strip())
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
 
