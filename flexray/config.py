@@ -310,6 +310,12 @@ class Config(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     tracking: TrackingSection = TrackingSection()
 
+    @model_validator(mode="after")
+    def _rows_to_look_at(self) -> Self:
+        if self.train.validate_every is not None and self.data.validation is None:
+            raise ValueError("train.validate_every needs held-out rows: give data.validation")
+        return self
+
     def named(self, name: str) -> Config:
         """Return the same config for a run called `name`."""
         return self.model_copy(update={"run": self.run.model_copy(update={"name": name})})

@@ -12,7 +12,8 @@ from flexray.datasets.errors import CorpusError
 
 
 def train(**keys):
-    return load_config({"train": {"steps": 4, "batch_sequences": 2} | keys}, []).train
+    sections = {"train": {"steps": 4, "batch_sequences": 2} | keys, "data": {"validation": 3}}
+    return load_config(sections, []).train
 
 
 @pytest.fixture(scope="module")
