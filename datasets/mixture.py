@@ -29,7 +29,6 @@ class Mixture:
         parts: the view of each corpus, the validation corpus last.
         streams: what of each training corpus the sampler deals, and its weight.
         rows: number of all documents, those for validation included.
-        validation_rows: (n,) int64 ids of the documents that are never trained on, ascending.
     """
 
     def __init__(
@@ -67,11 +66,14 @@ class Mixture:
                 )
         self._first = np.cumsum([0, *(part.rows for part in self.parts)])
         self.rows = int(self._first[-1])
-        if corpus:
-            self.validation_rows = np.arange(self._first[-2], self.rows, dtype=np.int64)
-        else:
-            held_out = zip(self._first[:-1], self.streams, strict=True)
-            self.validation_rows = np.concatenate([f + s.held_out_rows() for f, s in held_out])
+
+    @cached_property
+    def validation_rows(self) -> npt.NDArray[np.int64]:
+        """(n,) ids of the documents that are never trained on, ascending."""
+        trained = len(self.streams)
+        held_out = zip(self._first[:trained], self.streams, strict=True)
+        corpus = np.arange(self._first[trained], self.rows, dtype=np.int64)
+        return np.concatenate([*(first + s.held_out_rows() for first, s in held_out), corpus])
 
     @cached_property
     def lengths(self) -> npt.NDArray[np.int32]:
