@@ -50,7 +50,7 @@ def locate(target: str, runs: Path) -> Checkpoint:
     folder = CheckpointFolder(target) if "://" in target else _folder_of(target, runs)
     newest = folder.newest()
     if newest is None:
-        raise UserError(f"{folder.root}: no whole checkpoint to go on from")
+        raise UserError(f"{folder.root}: there is no whole checkpoint yet")
     return newest
 
 

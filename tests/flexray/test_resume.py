@@ -102,7 +102,7 @@ def test_a_run_is_found_by_folder_by_name_and_by_its_checkpoints(tmp_path):
 def test_what_is_not_found_is_one_line(tmp_path):
     run = RunDirectory.create(tmp_path, "empty")
     run.write_config(load_config(None, []))
-    with pytest.raises(UserError, match=r"empty/checkpoints: no whole checkpoint to go on from"):
+    with pytest.raises(UserError, match=r"empty/checkpoints: there is no whole checkpoint yet"):
         locate("empty", tmp_path)
     with pytest.raises(UserError, match="nowhere: neither a run's folder, nor a run in"):
         locate("nowhere", tmp_path)
