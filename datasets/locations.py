@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -42,8 +43,9 @@ class Location:
             root = base if start is None else base[:start].rpartition("/")[0]
             self.url = root + (f"?{query}" if query else "")
             self.path = filesystem(self.url)[1] + base[len(root) :]
-            self._prefix = base.removesuffix(self.path.lstrip("/"))
-            if self._prefix == base:
+            self.given = _shown(base)
+            self._prefix = self.given.removesuffix(self.path.lstrip("/"))
+            if self._prefix == self.given:
                 self._prefix = base.partition("://")[0] + "://"
 
     def matches(self) -> list[str]:
@@ -126,7 +128,10 @@ def filesystem(url: str) -> tuple[pa.fs.FileSystem, str]:
     Raises:
         CorpusError: the scheme is not known, or lacks its package or its credentials.
     """
-    with _readable(url):
+    if url.startswith(("gs://", "gcs://")) and "retry_limit_seconds=" not in url:
+        # Else Arrow tries for a quarter of an hour to reach what is not there.
+        url += ("&" if "?" in url else "?") + "retry_limit_seconds=20"
+    with _readable(_shown(url)):
         try:
             found: tuple[pa.fs.FileSystem, str] = pa.fs.FileSystem.from_uri(url)
             return found
@@ -137,6 +142,11 @@ def filesystem(url: str) -> tuple[pa.fs.FileSystem, str]:
 
         remote, path = fsspec.core.url_to_fs(url)
         return pa.fs.PyFileSystem(pa.fs.FSSpecHandler(remote)), path
+
+
+def _shown(url: str) -> str:
+    """Without what may be secret."""
+    return re.sub(r"//[^/@]*@", "//", url.partition("?")[0])
 
 
 def _magic(path: str, characters: str = "*[") -> int | None:
@@ -159,4 +169,5 @@ def _readable(name: str) -> Iterator[None]:
         raise CorpusError(f"{name}: no such file or folder") from None
     except Exception as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise CorpusError(f"{name}: cannot be read ({reason or type(error).__name__})") from None
+        reason = reason[:300] or type(error).__name__
+        raise CorpusError(f"{name}: cannot be read ({reason})") from None

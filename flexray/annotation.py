@@ -77,16 +77,23 @@ def _run_tasks(
                 errors[piece.index] = _plain(error)
                 # Pieces before it may have an error too, which is the one to tell.
                 waiting.clear()
-                later = [ref for ref, other in running.items() if other.index > piece.index]
-                for ref in later:
-                    ray.cancel(ref, force=True)
-                    del running[ref]
+                _stop([ref for ref, other in running.items() if other.index > piece.index])
+                running = {ref: p for ref, p in running.items() if p.index < piece.index}
     finally:
-        for ref in running:
-            ray.cancel(ref, force=True)
+        _stop(list(running))
     if errors:
         raise errors[min(errors)]
     return written
+
+
+def _stop(running: list[ray.ObjectRef]) -> None:
+    """Ends tasks, so that none writes into a folder that is about to be removed."""
+    import ray
+
+    for task in running:
+        ray.cancel(task, force=True)
+    if running:
+        ray.wait(running, num_returns=len(running), timeout=10)
 
 
 def _write(shared: list[ray.ObjectRef], folder: str, piece: Piece) -> Written:

@@ -100,18 +100,22 @@ def annotate(
     from flexray.annotation import run_pieces
     from flexray.datasets.annotate import annotate as make_corpus
 
-    with _Bar() as bar:
-        corpus = make_corpus(
-            inputs,
-            out,
-            tokenizer,
-            text_column=text_column,
-            tokens_column=tokens_column,
-            chat_column=chat_column,
-            overwrite=overwrite,
-            progress=bar.show,
-            run=partial(run_pieces, workers=workers),
-        )
+    try:
+        with _Bar() as bar:
+            corpus = make_corpus(
+                inputs,
+                out,
+                tokenizer,
+                text_column=text_column,
+                tokens_column=tokens_column,
+                chat_column=chat_column,
+                overwrite=overwrite,
+                progress=bar.show,
+                run=partial(run_pieces, workers=workers),
+            )
+    except KeyboardInterrupt:
+        typer.echo("Stopped; the same command goes on with the pieces that are finished.", err=True)
+        raise
     _summarise(corpus, out)
 
 

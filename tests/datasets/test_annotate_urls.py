@@ -137,3 +137,9 @@ def test_errors_name_the_url_and_the_line(
     assert refusal(tmp_path, url).startswith(f"{url}: cannot be read as parquet")
     memory.pipe("/bucket/bad.txt", b"\xff")
     assert refusal(tmp_path, "memory://bucket/bad.txt").startswith("memory://bucket/bad.txt: not")
+
+
+def test_secrets_in_a_url_are_not_told(tmp_path: Path) -> None:
+    message = refusal(tmp_path, "nope://name:secret@host/a.txt?token=secret")
+    assert message.startswith("nope://host/a.txt: cannot be read")
+    assert "secret" not in message
