@@ -35,6 +35,7 @@ from flexray.errors import UserError
 
 SHORT, LONG = 7, 64  # 99 of 100 rows have 1 to 7 tokens, the others 8 to 64
 TEMP = Path(tempfile.gettempdir())
+LONG_ROWS = 1024  # in a record batch, where rows have 4,096 tokens
 BYTES_A_ROW = 40  # on disk, at most
 MiB = 1 << 20
 
@@ -71,9 +72,9 @@ def main(
                 views.append(apart(view_row, corpus, max_length, policy))
             for max_length, policy in (VIEWS[0], VIEWS[-1]):
                 reading.append(apart(reading_row, corpus, max_length, policy))
-        few = 1024
-        with synthetic(folder, min(count, 10**7), few) as corpus:
-            opening.append(_opening_row(corpus, min(count, 10**7), few))
+    for count in (count for count in sizes if count <= 10**7):
+        with synthetic(folder, count, LONG_ROWS) as corpus:
+            opening.append(_opening_row(corpus, count, LONG_ROWS))
     sections = [
         f"*On {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}.*\n",
         _section("Opening a corpus", opening),

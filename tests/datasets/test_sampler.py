@@ -74,7 +74,7 @@ def test_saved_at_every_step(rows: int, batch: int, other: int, seed: int) -> No
 
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=150),
-    budget=st.integers(1, 2000),
+    budget=st.one_of(st.integers(1, 100), st.integers(1, 2000)),
     seed=seeds,
 )
 @settings(deadline=None, max_examples=60)
@@ -102,6 +102,12 @@ def test_batches_by_tokens(lengths: list[int], budget: int, seed: int) -> None:
         resumed = of_tokens(lengths, budget, seed)
         resumed.load_state_dict(state)
         assert resumed.next().tolist() == batch
+
+
+def test_a_budget_may_be_met_exactly() -> None:
+    sampler = of_tokens([5] * 200, budget=20)
+    assert [len(sampler.next()) for _ in range(50)] == [4] * 50
+    assert [len(of_tokens([5] * 200, budget=b).next()) for b in (19, 21, 999)] == [3, 4, 199]
 
 
 def test_a_sequence_over_the_budget_is_a_batch_of_its_own() -> None:
