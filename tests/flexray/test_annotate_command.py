@@ -61,6 +61,49 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name != "in.jsonl"] == []
 
 
+def test_ctrl_c_keeps_what_is_finished(tmp_path: Path) -> None:
+    lines = [f'{{"text": "{"x" * 90}"}}' for _ in range(20)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    interrupted = """
+import os, signal
+from flexray.commands import annotate
+from flexray.datasets import pieces
+pieces.SMALLEST = pieces.LARGEST = 500
+def show(self, at):
+    if at.rows > 10:
+        os.kill(os.getpid(), signal.SIGINT)
+annotate._Bar.show = show
+from flexray.__main__ import main
+main()
+"""
+    arguments = ("annotate", "in.jsonl", "--tokenizer", "bytes", "--out", "out")
+    result = subprocess.run(
+        [sys.executable, "-c", interrupted, *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 130
+    assert "goes on with the pieces that are finished" in result.stderr
+    assert "Traceback" not in result.stderr
+    (staging,) = tmp_path.glob(".out.partial-*")
+    assert list(staging.glob("part-*.json"))
+    assert run(*arguments[1:], cwd=tmp_path).returncode == 0
+    assert Corpus.open(tmp_path / "out").lengths.tolist() == [90] * 20
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out"]
+
+
+def test_a_url(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("text")
+    arguments = ("--tokenizer", "bytes", "--out", "out")
+    assert run(f"file://{tmp_path}/in.txt", *arguments, cwd=tmp_path).returncode == 0
+    result = run("nope://bucket/in.txt", "--tokenizer", "bytes", "--out", "other", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: nope://bucket/in.txt: cannot be read (")
+    assert result.stderr.count("\n") == 1
+
+
 def test_help_loads_neither_ray_nor_torch() -> None:
     code = (
         "import sys, flexray.commands.annotate;"
@@ -71,6 +114,6 @@ def test_help_loads_neither_ray_nor_torch() -> None:
 
 def test_help_names_every_option(tmp_path: Path) -> None:
     text = run("--help", cwd=tmp_path).stdout
-    options = ("--out", "--tokenizer", "--text-column", "--tokens-column", "--overwrite")
-    for needle in (*options, "Examples", ".parquet"):
+    options = ("--out", "--tokenizer", "--text-column", "--tokens-column", "--chat-column")
+    for needle in (*options, "--workers", "--overwrite", "Examples", ".parquet", "s3://"):
         assert needle in text
