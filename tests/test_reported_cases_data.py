@@ -50,29 +50,37 @@ def test_over_length_rows_are_not_lost_in_silence(tmp_path: Path, policy: OverLe
 
 
 @pytest.mark.parametrize("rows", [64, 61, 7, 1])
-def test_resume_at_the_end_of_an_epoch_does_not_skip_the_next(rows: int) -> None:
+@pytest.mark.parametrize("tokens", [False, True])
+def test_resume_at_the_end_of_an_epoch_does_not_skip_the_next(rows: int, tokens: bool) -> None:
     """verl#7401: with and without a short last batch; the total over three epochs is exact."""
-    batches = -(-rows // 8)
-    sampler, seen = Sampler([Stream(rows)], 5, batch_sequences=8), np.zeros(rows, int)
+    lengths = np.arange(rows, dtype=np.int32) % 9 + 1
+
+    def make() -> Sampler:
+        if tokens:
+            return Sampler([Stream(rows)], 5, batch_tokens=40, lengths=lengths)
+        return Sampler([Stream(rows)], 5, batch_sequences=8)
+
+    sampler, seen = make(), np.zeros(rows, int)
     for epoch in range(3):
-        for _ in range(batches):
+        while sampler.epochs == (epoch,):
             np.add.at(seen, sampler.next(), 1)
         assert (seen == epoch + 1).all()
         state = json.loads(json.dumps(sampler.state_dict()))
-        sampler = Sampler([Stream(rows)], 5, batch_sequences=8)
+        sampler = make()
         sampler.load_state_dict(state)
     assert seen.sum() == 3 * rows
 
 
 @pytest.mark.parametrize("kills", [[0], [1], [3, 3, 9], list(range(16))])
-def test_kill_and_resume_repeats_and_loses_no_row(kills: list[int]) -> None:
+@pytest.mark.parametrize("streams", [[Stream(100)], [Stream(60, 5, 3), Stream(20), Stream(9, 1)]])
+def test_kill_and_resume_repeats_and_loses_no_row(kills: list[int], streams: list[Stream]) -> None:
     """prime-rl#1035, SimpleTuner#2986: the one state is the driver's; ids are compared."""
-    steady = Sampler([Stream(100)], 0, batch_sequences=16)
+    steady = Sampler(streams, 0, batch_sequences=16)
     wanted = np.concatenate([steady.next() for _ in range(16)])
-    sampler, got, committed = Sampler([Stream(100)], 0, batch_sequences=16), [], None
+    sampler, got, committed = Sampler(streams, 0, batch_sequences=16), [], None
     for step in range(16):
         if step in kills:
-            sampler = Sampler([Stream(100)], 0, batch_sequences=16)
+            sampler = Sampler(streams, 0, batch_sequences=16)
             if committed:
                 sampler.load_state_dict(committed)
         got.append(sampler.next())

@@ -114,6 +114,11 @@ def test_every_corpus_must_fit_the_model(corpora):
     config = section(f"data.corpus={corpora}/a", f"data.validation={corpora}/b")
     with pytest.raises(UserError, match="/a: token ids go up to 255 and the model's"):
         check_documents(data_source(config.data).open(), 255)
+    (corpora / "one.jsonl").write_text('{"text": "x"}\n')
+    annotate([corpora / "one.jsonl"], corpora / "one", "bytes")
+    config = section(f"data.corpus={corpora}/a", f"data.validation={corpora}/one")
+    with pytest.raises(UserError, match="/one: no sequence of up to 3072 tokens has a token to"):
+        check_documents(data_source(config.data).open(), 256)
     config = section(f"data.corpus={corpora}/a", "data.max_length=1", "data.over_length=drop")
     with pytest.raises(UserError, match="/a: no sequence of up to 1 tokens has a token to predict"):
         check_documents(data_source(config.data).open(), 256)
