@@ -24,7 +24,7 @@ from flexray.errors import UserError
 
 FORMAT = 1
 MARKER = "state.json"
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-(\d{8,})(?:\.unfinished)?")
 
 
 @dataclass(frozen=True)
@@ -101,18 +101,19 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """Steps with a whole checkpoint, ascending."""
+        found = {step for _, step in self._folders()}
+        return sorted(step for step in found if self._fs.exists(self._marker(step)))
+
+    def _folders(self) -> list[tuple[str, int]]:
+        """Path and step of every checkpoint, whole or not."""
         try:
-            found = self._fs.ls(self._path, detail=False)
+            paths = self._fs.ls(self._path, detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
         except Exception as error:  # each file system raises its own
             raise UserError(f"{self.root}: cannot list: {' '.join(str(error).split())}") from None
-        steps = [
-            int(m[1])
-            for name in found
-            if (m := _NAME.fullmatch(name.rstrip("/").rpartition("/")[2]))
-        ]
-        return sorted(step for step in steps if self._fs.exists(self._marker(step)))
+        matches = [(path, _NAME.fullmatch(path.rstrip("/").rpartition("/")[2])) for path in paths]
+        return [(path, int(match[1])) for path, match in matches if match]
 
     def newest(self) -> Checkpoint | None:
         """The newest whole checkpoint."""
@@ -155,7 +156,10 @@ class CheckpointFolder:
         return f"{self.root}/{self._unfinished(step)}"
 
     def publish(self, state: RunState, keep: int) -> Checkpoint:
-        """Marks what the ranks have written as whole and removes all but the newest `keep`."""
+        """Marks what the ranks have written as whole and removes all but the newest `keep`.
+
+        Also what a run that was killed has left unfinished: nothing else is being written now.
+        """
         folder = f"{self._path}/{self._unfinished(state.step)}"
         if self.is_local:
             _write_durably(Path(folder) / MARKER, state.to_json())
@@ -163,8 +167,10 @@ class CheckpointFolder:
             _sync(Path(self._path))
         else:
             self._fs.pipe_file(f"{folder}/{MARKER}", state.to_json().encode())
-        for old in self.steps()[:-keep]:
-            self._remove(f"{self._path}/{_name(old)}")
+        kept = {_name(step) for step in self.steps()[-keep:]}
+        for path, _ in self._folders():
+            if path.rstrip("/").rpartition("/")[2] not in kept:
+                self._remove(path)
         return Checkpoint(f"{self.root}/{_name(state.step)}", state)
 
     def _remove(self, folder: str) -> None:

@@ -69,6 +69,17 @@ def test_one_that_is_being_written_is_not_found(folder):
     ]
 
 
+def test_what_a_killed_run_left_unfinished_is_removed_by_the_next_whole_one(folder):
+    fs, path = fsspec.core.url_to_fs(folder.begin(3))
+    fs.makedirs(path, exist_ok=True)
+    fs.pipe_file(f"{path}/shard", b"half")
+    other = f"{path.rpartition('/')[0]}/mine.txt"
+    fs.pipe_file(other, b"not a checkpoint")
+    write(folder, 4)
+    assert not fs.exists(path) and fs.exists(other)
+    assert folder.steps() == [4]
+
+
 def test_the_same_step_may_be_written_again(folder):
     write(folder, 2)
     write(folder, 2, name="again")
