@@ -20,28 +20,33 @@ from rich.progress import track
 from flexray.jobs import planner_report
 from flexray.jobs.planner_cases import (
     BATCHES,
+    BOUNDS,
+    FLEXRAY,
     Case,
     Results,
     gap_cases,
     growth_cases,
+    long_cases,
     method_cases,
     paper_cases,
     table_cases,
 )
 from flexray.solver.planner import warm
 
-QUICK_BOUND_S, BOUND_S = 4.0, 20.0
-
 
 def cases(quick: bool) -> Iterator[Case]:
     """What is run, the quick ones first."""
-    yield from table_cases(QUICK_BOUND_S if quick else BOUND_S)
+    yield from table_cases(FLEXRAY)
     yield from method_cases(range(3, 7) if quick else BATCHES, slow=False)
     yield from growth_cases()
+    quickly, well = BOUNDS
     if quick:
+        yield from gap_cases(quickly, range(3, 6))
         return
     yield from paper_cases(range(3, 13), slow=False)
-    yield from gap_cases(BOUND_S)
+    yield from gap_cases(well, BATCHES)
+    yield from table_cases(well)
+    yield from long_cases()
     yield from paper_cases(range(3, 4), slow=True)
     yield from method_cases(BATCHES, slow=True)
     yield from paper_cases(range(3, 13), slow=True)
@@ -63,11 +68,11 @@ def main(
         todo = [case for case in dict.fromkeys(cases(quick)) if case not in results]
         for case in track(todo, description="planning"):
             results.run(case)
-    text = planner_report.tables(results, QUICK_BOUND_S if quick else BOUND_S)
+    text = planner_report.tables(results)
     (out / "summary.md").write_text(text)
     typer.echo(text)
     if document:
-        planner_report.plots(results, document.parent, BOUND_S)
+        planner_report.plots(results, document.parent)
         planner_report.fill(document, text)
 
 

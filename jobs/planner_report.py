@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,13 @@ from flexray.errors import UserError
 from flexray.jobs.planner_cases import (
     BASELINES,
     BATCHES,
+    BOUNDS,
     DATA,
     EFFORTS,
     FLEXRAY,
     GPUS,
     LIMITS,
+    LONG,
     MODELS,
     OFFICIAL,
     PAPER_METHODS,
@@ -54,13 +57,13 @@ PUBLISHED = {
 }
 
 
-def tables(results: Results, bound_s: float) -> str:
+def tables(results: Results) -> str:
     """All tables as Markdown; cells that were not run are left out or marked."""
     machine = f"{platform.machine()}, {os.cpu_count()} cores, one process and thread"
     sections = [
-        _section("Against the official solver", _official(results, bound_s)),
+        _section("Against the official solver", _official(results)),
         _section("Against other ways to plan, and what each part gives", _methods(results)),
-        _section("How far from the best possible", _gaps(results, bound_s)),
+        _section("How far from the best possible", _gaps(results)),
         _section("How planning time grows", _growth(results)),
         _section("The paper's table", _paper(results)),
     ]
@@ -99,8 +102,16 @@ def _mean(found: Sequence[Result], value: Callable[[Result], float]) -> float:
     return float(np.mean([value(result) for result in found]))
 
 
-def _gap(result: Result) -> float:
-    return float(result["planned_ms"] / result["bound_ms"] - 1)
+def _bound(results: Results, case: Case) -> Result | None:
+    """The best tight bound of a case's batch that was computed."""
+    cases = [replace(case, method=method) for method in BOUNDS]
+    found = [results[bound] for bound in cases if bound in results]
+    return max(found, key=lambda result: result["bound_ms"], default=None)
+
+
+def _gap(results: Results, case: Case) -> float | None:
+    bound = _bound(results, case)
+    return results[case]["planned_ms"] / bound["bound_ms"] - 1 if bound else None
 
 
 def _seconds(found: Sequence[Result], clock: str) -> str:
@@ -109,7 +120,7 @@ def _seconds(found: Sequence[Result], clock: str) -> str:
     return f"{np.median(times):.2f}, {np.percentile(times, 95):.2f}"
 
 
-def _official(results: Results, bound_s: float) -> Iterator[Sequence[str]]:
+def _official(results: Results) -> Iterator[Sequence[str]]:
     yield (
         "data",
         "degrees",
@@ -117,28 +128,33 @@ def _official(results: Results, bound_s: float) -> Iterator[Sequence[str]]:
         "sum, ms",
         "of the official solver's",
         "goal",
-        "mean gap to the tight bound",
+        "best of ten minutes",
+        "tight bound",
+        "mean gap",
     )
     for (data, first), target in TARGET.items():
+        official = sum(OFFICIAL[data].values())
         for padded in (True, False):
-            found = _there(
-                results,
-                (
-                    Case(data, batch, FLEXRAY, first, padded, bound_s=bound_s)
-                    for batch in OFFICIAL[data]
-                ),
+            cases = [Case(data, batch, FLEXRAY, first, padded) for batch in OFFICIAL[data]]
+            found = _there(results, cases)
+            if not found:
+                continue
+            total = sum(map(_planned, found))
+            long = _there(results, [replace(case, method=LONG) for case in cases])
+            bounds = [bound["bound_ms"] for c in cases if (bound := _bound(results, c))]
+            gaps = [gap for c in cases if (gap := _gap(results, c)) is not None]
+            bounded = len(bounds) == len(cases)
+            yield (
+                data,
+                f"{first}-64",
+                "rounded up to 128" if padded else "true",
+                f"{total:,.0f}",
+                f"{total / official:.4f}",
+                f"{target}",
+                f"{sum(map(_planned, long)) / official:.4f}" if long else "-",
+                f"{sum(bounds) / official:.4f}" if bounded else "-",
+                f"{np.mean(gaps):.2%}" if bounded else "-",
             )
-            if found:
-                total = sum(result["planned_ms"] for result in found)
-                yield (
-                    data,
-                    f"{first}-64",
-                    "rounded up to 128" if padded else "true",
-                    f"{total:,.0f}",
-                    f"{total / sum(OFFICIAL[data].values()):.4f}",
-                    f"{target}",
-                    f"{_mean(found, _gap):.2%}",
-                )
 
 
 def _methods(results: Results) -> Iterator[Sequence[str]]:
@@ -177,20 +193,21 @@ def _planned(result: Result) -> float:
     return float(result["planned_ms"])
 
 
-def _gaps(results: Results, bound_s: float) -> Iterator[Sequence[str]]:
+def _gaps(results: Results) -> Iterator[Sequence[str]]:
     yield "data", "batches", "mean gap", "largest gap", "with the cheap bound", "tight bound, s"
     for data in DATA:
-        cases = [Case(data, batch, bound_s=bound_s) for batch in BATCHES]
-        found = [results[case] for case in cases if case in results]
-        if found:
-            cheap = _mean(found, lambda r: r["planned_ms"] / r["cheap_bound_ms"] - 1)
+        cases = [case for batch in BATCHES if (case := Case(data, batch)) in results]
+        bounds = {case: bound for case in cases if (bound := _bound(results, case))}
+        if bounds:
+            gaps = [gap for case in bounds if (gap := _gap(results, case)) is not None]
+            plans = [results[case] for case in bounds]
             yield (
                 data,
-                str(len(found)),
-                f"{_mean(found, _gap):.2%}",
-                f"{max(map(_gap, found)):.2%}",
-                f"{cheap:.2%}",
-                _seconds(found, "bound_wall_s"),
+                str(len(bounds)),
+                f"{np.mean(gaps):.2%}",
+                f"{max(gaps):.2%}",
+                f"{_mean(plans, lambda r: r['planned_ms'] / r['bound_ms'] - 1):.2%}",
+                _seconds(list(bounds.values()), "wall_s"),
             )
 
 
@@ -245,7 +262,7 @@ def _paper_cell(results: Results, data: str, limit: int, preset: str, method: st
     return f"{static / mine:.2f} ({len(pairs)})"
 
 
-def plots(results: Results, folder: Path, bound_s: float) -> None:
+def plots(results: Results, folder: Path) -> None:
     """Writes planner-growth.svg and planner-gap.svg, as far as their results are there."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -267,8 +284,9 @@ def plots(results: Results, folder: Path, bound_s: float) -> None:
         gap = Figure(figsize=(7, 3.5), layout="constrained")
         axes = gap.add_subplot()
         for data in DATA:
-            cells = [(batch, Case(data, batch, bound_s=bound_s)) for batch in BATCHES]
-            points = [(b, _gap(results[case]) * 100) for b, case in cells if case in results]
+            cells = [(b, case) for b in BATCHES if (case := Case(data, b)) in results]
+            gaps = [(b, _gap(results, case)) for b, case in cells]
+            points = [(b, gap * 100) for b, gap in gaps if gap is not None]
             if points:
                 axes.plot(*zip(*points, strict=True), marker="o", label=data)
         axes.set(xlabel="batch", ylabel="plan over tight bound, %", ylim=(0, None))

@@ -36,7 +36,7 @@ def flexsp(
     """Sorted sequences in consecutive micro-steps of like tokens, one MILP for each.
 
     Args:
-        limit_s: wall time of one MILP. Its plans depend on the machine's speed, as FlexSP's do.
+        limit_s: CPU time of one MILP. Its plans depend on the machine's speed, as FlexSP's do.
         trials: numbers of micro-steps tried, from the fewest that memory allows.
 
     Raises:
@@ -141,7 +141,7 @@ def _micro_step(problem: Problem, first: int, last: int, limit_s: float) -> list
         )
     for b, (start, end) in enumerate(buckets):
         model += pulp.lpSum(x for (c, _), x in share.items() if c == b) == end - start
-    if not milp.minimise(model, nodes=10**9, guard_s=limit_s).feasible:
+    if not milp.minimise(model, nodes=10**9, guard_s=100 * limit_s, cpu_s=limit_s).feasible:
         return None
     members: dict[tuple[int, int], list[int]] = {g: [] for g in groups}
     for b, (start, end) in enumerate(buckets):

@@ -8,11 +8,17 @@ grow with the number of GPUs, and the number of micro-steps is the model's own d
     subject to low_c y_c <= W_c <= high_c y_c                      time of the level's micro-steps
                sum_j degree_j n_cj <= N y_c                        GPUs
                sum_k time_kj x_kcj + fixed_j n_cj <= high_c n_cj   time of the groups
-               sum_kj degree_j (time_kj x_kcj + fixed_j n_cj) <= N W_c    work
+               sum_j work_cj <= N W_c                              work
+               sum_j (work_cj - low_c degree_j n_cj) <= N (W_c - low_c y_c)
+                                              work, j in some options; work_cj is
+                                              degree_j (sum_k time_kj x_kcj + fixed_j n_cj)
                sum_k length_k x_kcj <= capacity_j n_cj             memory
                sum_cj x_kcj = count_k                              every sequence placed
                W_c >= low_c y_c + sum_j (time_kj + fixed_j - low_c) x_kcj
                                               one micro-step lasts as long as each sequence in it
+
+Groups of some options do at most what their GPUs do in low_c and all GPUs in the rest of a
+micro-step: McCormick's envelope (1976) of n_cj W_c. `_sets` says which options together.
 
 With levels as intervals, each bucket counted at its shortest length, a top level that no
 micro-step of an optimal plan exceeds and enough micro-steps, its dual bound is a bound for the step
@@ -23,8 +29,10 @@ configurations for the decoder.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import pulp
@@ -92,13 +100,13 @@ class JointModel:
             self.model += (
                 pulp.LpAffineExpression([*zip(n, map(int, degree), strict=True), (y, -N)]) <= 0
             )
-            work: list[tuple[pulp.LpVariable, float]] = [(W[c], -problem.power)]
+            work: list[list[tuple[pulp.LpVariable, float]]] = []
             holds: dict[int, list[tuple[pulp.LpVariable, float]]] = {}
             for j in range(J):
                 # On the fastest ranks a group does `speed` times the work in the same time.
                 time = [(n[j], float(problem.fixed[j] - high[c] * speed))]
                 memory = [(n[j], -float(problem.capacity[j]))]
-                work.append((n[j], float(problem.fixed[j] * degree[j])))
+                work.append([(n[j], float(problem.fixed[j] * degree[j]))])
                 for k in range(B):
                     t = buckets.time[k, j]
                     if t + problem.fixed[j] > high[c] * speed:
@@ -115,19 +123,35 @@ class JointModel:
                         holds.setdefault(k, []).append((x, -least))
                     time.append((x, float(t)))
                     memory.append((x, float(buckets.length[k])))
-                    work.append((x, float(t * degree[j])))
+                    work[j].append((x, float(t * degree[j])))
                 self.model += pulp.LpAffineExpression(time) <= 0
                 self.model += pulp.LpAffineExpression(memory) <= 0
-            self.model += pulp.LpAffineExpression(work) <= 0
+            everything = [(W[c], -problem.power), *chain(*work)]
+            self.model += pulp.LpAffineExpression(everything) <= 0
+            rest = (W[c], -problem.power), (y, float(problem.power * low[c]))
+            for first, last in _sets(J) if low[c] < high[c] else ():
+                gpus = ((n[j], -float(low[c] * speed * degree[j])) for j in range(first, last))
+                terms = [*rest, *gpus, *chain(*work[first:last])]
+                self.model += pulp.lpSum(x * factor for x, factor in terms) <= 0
             for terms in holds.values():
                 terms += [(W[c], 1.0), (y, -float(low[c]))]
                 self.model += pulp.LpAffineExpression(terms) >= 0
         for k in range(B):
             self.model += pulp.lpSum(placed[k]) == int(buckets.count[k])
 
-    def solve(self, nodes: int, guard_s: float, gap: float) -> milp.Outcome:
+    def solve(
+        self, nodes: int, guard_s: float, gap: float, cpu_s: float = math.inf
+    ) -> milp.Outcome:
         """Runs HiGHS; the variables then hold its best solution."""
-        return milp.minimise(self.model, nodes, guard_s, gap)
+        return milp.minimise(self.model, nodes, guard_s, gap, cpu_s)
+
+
+def _sets(options: int) -> list[tuple[int, int]]:
+    """Ranges (first, last + 1) of options: each one, the smallest ones, the largest ones."""
+    each = [(j, j + 1) for j in range(options)]
+    smallest = [(0, j) for j in range(2, options + 1)]
+    largest = [(j, options) for j in range(1, options - 1)]
+    return each + smallest + largest
 
 
 def bucketed(problem: Problem, alone: int, most: int, shortest: bool) -> Buckets:

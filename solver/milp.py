@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import highspy
 import pulp
@@ -52,10 +54,25 @@ def _greeted() -> None:
         os.close(kept)
 
 
-def minimise(problem: pulp.LpProblem, nodes: int, guard_s: float, gap: float = 1e-4) -> Outcome:
-    """Solves until `nodes` branch-and-bound nodes, a relative `gap`, or `guard_s` seconds."""
+def minimise(
+    problem: pulp.LpProblem,
+    nodes: int,
+    guard_s: float,
+    gap: float = 1e-4,
+    cpu_s: float = math.inf,
+) -> Outcome:
+    """Solves until `nodes` branch-and-bound nodes, a relative `gap`, or a limit of time.
+
+    Args:
+        guard_s: wall time.
+        cpu_s: time of this process's CPU: limits effort alike on a machine that does other work.
+    """
     _greeted()
     solver = _Highs(msg=False, threads=1, timeLimit=guard_s, gapRel=gap, mip_max_nodes=nodes)
+    if cpu_s < math.inf:
+        solver.callbackTuple = (_interrupt, time.process_time() + cpu_s)
+        kinds = highspy.cb.HighsCallbackType
+        solver.callbacksToActivate = [kinds.kCallbackMipInterrupt, kinds.kCallbackSimplexInterrupt]
     problem.solve(solver)
     model = problem.solverModel
     info = model.getInfo()
@@ -64,3 +81,7 @@ def minimise(problem: pulp.LpProblem, nodes: int, guard_s: float, gap: float = 1
         return Outcome(False, math.inf)
     bound = info.mip_dual_bound
     return Outcome(feasible, bound if math.isfinite(bound) else -math.inf)
+
+
+def _interrupt(kind: object, message: str, out: object, into: Any, ends: float) -> None:
+    into.user_interrupt = time.process_time() > ends

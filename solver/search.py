@@ -107,7 +107,7 @@ def polish(problem: Problem, found: Found, moves: int, heat: float, seed: int = 
 PACK_ONLY = 20_000_000
 # Of each round of the search: configurations kept, share of the effort, heat of the annealing,
 # places tried that a move of the polish counts as on up to 64 GPUs, heat of the polish.
-ROUNDS = ((8, 0.3, 0.01, 200, 1e-4), (3, 0.3, 0.01, 200, 1e-4), (1, 0.4, 0.005, 20, 1e-3))
+ROUNDS = ((8, 0.3, 0.003, 200, 1e-4), (3, 0.3, 0.003, 200, 1e-4), (1, 0.4, 0.0015, 20, 1e-3))
 
 
 def search(

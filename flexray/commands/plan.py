@@ -31,6 +31,7 @@ from flexray.planning_input import (
 )
 from flexray.presets import Preset
 from flexray.solver.baselines import batch_adaptive, static
+from flexray.solver.bound import tightened
 from flexray.solver.cluster import Cluster
 from flexray.solver.cost import CostModel
 from flexray.solver.degrees import legal_degrees
@@ -68,6 +69,10 @@ def plan(
         typer.Option(metavar="FILE", help="Draw the plan: an .svg, .png or .pdf file."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The plan as JSON on stdout.")] = False,
+    tight: Annotated[
+        bool,
+        typer.Option("--tight-bound", help="Show better how good the plan is: takes up to 20 s."),
+    ] = False,
 ) -> None:
     """Plan one training step: which groups of GPUs form and which rows each gets.
 
@@ -103,6 +108,8 @@ def plan(
     rows = admitted(lengths, limit, over_length)
     batch_rows, over_long = _cut(rows, len(lengths), batch_size, batch)
     result = plan_step(lengths[batch_rows].tolist(), cost, cluster, allowed)
+    if tight:
+        result = tightened(result, lengths[batch_rows].tolist(), cost, cluster, allowed)
     result = replace(
         result,
         dropped=(

@@ -201,7 +201,7 @@ def test_a_length_of_2_to_the_40_with_room_for_it() -> None:
 
 def test_a_million_sequences_are_planned() -> None:
     lengths = np.random.default_rng(0).integers(1, 2000, 1_000_000).tolist()
-    began = time.perf_counter()
+    began = time.process_time()
     plan = plan_step(lengths, COST, Cluster.uniform(64))
-    assert time.perf_counter() - began < 60
+    assert time.process_time() - began < 60
     assert plan.gap < 0.5
