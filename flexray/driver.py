@@ -230,7 +230,8 @@ class Driver:
     def _save_if_due(self, batch: Batch) -> None:
         every = self.config.checkpoint.every
         if every and batch.step % every == 0:
-            self.journal.checkpoint(self.saver.start(self._state_after(batch)))
+            for ended in self.saver.start(self._state_after(batch)):
+                self.journal.checkpoint(ended)
 
     def _state_after(self, batch: Batch) -> RunState:
         """What to go on from after `batch`, whatever was dealt and planned ahead of it."""

@@ -31,6 +31,10 @@ def check_shared(pool: Pool, folder: CheckpointFolder) -> None:
         )
 
 
+Ended = CheckpointEvent | str
+"""How a checkpoint ended: its event, or why it was not written."""
+
+
 @dataclass(frozen=True)
 class _Saving:
     """A checkpoint that is being written."""
@@ -54,14 +58,21 @@ class Saver:
         self._pool, self._keep = pool, keep
         self._under_way: _Saving | None = None
 
-    def start(self, state: RunState) -> CheckpointEvent | str | None:
-        """Has the ranks save behind what is queued; first `finish`es what is being written."""
-        ended = self.finish()
-        location = self.folder.begin(state.step)
-        self._under_way = _Saving(state, *self._pool.save(location), time.perf_counter())
-        return ended
+    def start(self, state: RunState) -> list[Ended]:
+        """Has the ranks save behind what is queued; first `finish`es what is being written.
 
-    def poll(self, steps_done: int) -> CheckpointEvent | str | None:
+        Returns how that ended, and why this one could not begin.
+        """
+        ended = [self.finish()]
+        try:
+            location = self.folder.begin(state.step)
+        except Exception as error:  # each file system raises its own
+            ended.append(self._why(state, error))
+        else:
+            self._under_way = _Saving(state, *self._pool.save(location), time.perf_counter())
+        return [end for end in ended if end is not None]
+
+    def poll(self, steps_done: int) -> Ended | None:
         """`finish`, if that takes no waiting.
 
         `steps_done`: the last step that is written down; no checkpoint is whole before its step is.
@@ -73,7 +84,7 @@ class Saver:
         done, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
         return self.finish() if len(done) == len(calls) else None
 
-    def finish(self) -> CheckpointEvent | str | None:
+    def finish(self) -> Ended | None:
         """Waits until what is being written is whole: its event, or why it failed.
 
         Raises PoolError when a rank is lost.
@@ -89,7 +100,7 @@ class Saver:
                 raise OSError(failures[0])
             checkpoint = self.folder.publish(state, self._keep)
         except Exception as error:  # each file system raises its own
-            return f"step {state.step} in {self.folder.root}: {' '.join(str(error).split())}"
+            return self._why(state, error)
         self.newest = state.step
         return CheckpointEvent(
             step=state.step,
@@ -98,14 +109,18 @@ class Saver:
             write_s=time.perf_counter() - saving.began,
         )
 
-    def last(self, state: RunState) -> list[CheckpointEvent | str]:
+    def last(self, state: RunState) -> list[Ended]:
         """What is under way and, unless that was it, the checkpoint of the last step.
 
         Raises RunFailed when that could not be written.
         """
         ended = [self.finish()]
         if state.step > self.newest:
-            ended += [self.start(state), self.finish()]
+            ended += [*self.start(state), self.finish()]
+        told = [end for end in ended if end is not None]
         if state.step > self.newest:
-            raise RunFailed(f"the last checkpoint could not be written: {ended[-1]}")
-        return [end for end in ended if end is not None]
+            raise RunFailed(f"the last checkpoint could not be written: {told[-1]}")
+        return told
+
+    def _why(self, state: RunState, error: Exception) -> str:
+        return f"step {state.step} in {self.folder.root}: {' '.join(str(error).split())}"

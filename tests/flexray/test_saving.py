@@ -30,7 +30,7 @@ def test_a_checkpoint_is_published_once_its_step_is_written_down(pool, tmp_path)
     folder = CheckpointFolder(str(tmp_path))
     saver = Saver(pool, folder, keep=1, newest=0)
     assert saver.poll(5) is None and saver.finish() is None
-    assert saver.start(state(5, counters={})) is None
+    assert saver.start(state(5, counters={})) == []
     deadline = time.monotonic() + 60
     while not (ended := saver.poll(5)):
         assert saver.poll(4) is None and folder.steps() == []
@@ -48,7 +48,7 @@ def test_the_next_one_waits_for_the_one_before(pool, tmp_path):
     folder = CheckpointFolder(str(tmp_path))
     saver = Saver(pool, folder, keep=2, newest=0)
     saver.start(state(1, counters={}))
-    assert saver.start(state(2, counters={})).step == 1
+    assert [event.step for event in saver.start(state(2, counters={}))] == [1]
     assert [event.step for event in saver.last(state(2, counters={}))] == [2]
     assert saver.last(state(2, counters={})) == []
     assert folder.steps() == [1, 2]
@@ -67,6 +67,16 @@ def test_one_that_cannot_be_written_is_told_and_the_last_one_is_an_error(pool, t
     with pytest.raises(RunFailed, match="the last checkpoint could not be written: step 3 in"):
         saver.last(state(3, counters={}))
     assert folder.steps() == []
+
+
+def test_one_that_cannot_begin_is_told_too(pool, tmp_path):
+    folder = CheckpointFolder(str(tmp_path / "file" / "run"))
+    (tmp_path / "file").write_text("")
+    saver = Saver(pool, folder, keep=2, newest=0)
+    (told,) = saver.start(state(3, counters={}))
+    assert told.startswith(f"step 3 in {folder.root}: ") and saver.finish() is None
+    with pytest.raises(RunFailed, match="the last checkpoint could not be written: step 3 in"):
+        saver.last(state(3, counters={}))
 
 
 def test_a_folder_that_some_ranks_do_not_see_is_refused_before_training(pool, tmp_path):
