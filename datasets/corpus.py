@@ -11,6 +11,7 @@ import mmap
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,6 @@ class Corpus:
         path: the folder.
         manifest: what the corpus says about itself.
         lengths: (rows,) int32, tokens of each sequence.
-        label_tokens: (rows,) int32, labels of each sequence after its own shift.
         has_labels: whether it has a `labels` column; without one, every token is a label.
     """
 
@@ -41,13 +41,12 @@ class Corpus:
         path: Path,
         manifest: Manifest,
         lengths: npt.NDArray[np.int32],
-        label_tokens: npt.NDArray[np.int32],
+        label_tokens: npt.NDArray[np.int32] | None,
         batches: list[_BatchPlace],
-        has_labels: bool,
     ) -> None:
         self.path, self.manifest = path, manifest
-        self.lengths, self.label_tokens = lengths, label_tokens
-        self.has_labels = has_labels
+        self.lengths, self._label_tokens = lengths, label_tokens
+        self.has_labels = label_tokens is not None
         self._batches = batches
         self._ends = np.cumsum([place.rows for place in batches])
         # Mapped when first read: a driver plans with the counts and never reads a token.
@@ -64,7 +63,7 @@ class Corpus:
         path = Path(path).absolute()
         manifest = Manifest.read(path)
         lengths = np.empty(manifest.rows, np.int32)
-        label_tokens = np.empty(manifest.rows, np.int32)
+        label_tokens = np.empty(manifest.rows, np.int32)  # no memory before it is written to
         batches: list[_BatchPlace] = []
         labelled = set()
         start = 0
@@ -82,10 +81,17 @@ class Corpus:
             )
         if len(labelled) > 1:
             raise CorpusError(f"{path}: only some of its files have labels; annotate again")
-        return cls(path, manifest, lengths, label_tokens, batches, labelled.pop())
+        return cls(path, manifest, lengths, label_tokens if labelled.pop() else None, batches)
 
     def __reduce__(self) -> tuple[Callable[[Path], Corpus], tuple[Path]]:
         return Corpus.open, (self.path,)
+
+    @cached_property
+    def label_tokens(self) -> npt.NDArray[np.int32]:
+        """(rows,) int32, labels of each sequence after its own shift."""
+        if self._label_tokens is None:
+            return np.maximum(self.lengths - 1, 0)
+        return self._label_tokens
 
     @property
     def rows(self) -> int:
@@ -145,7 +151,10 @@ def _check_file(
     lengths: npt.NDArray[np.int32],
     label_tokens: npt.NDArray[np.int32],
 ) -> tuple[list[_BatchPlace], bool]:
-    """Check a file against its manifest entry, fill in its counts, and see if it has labels."""
+    """Check a file against its manifest entry, fill in its counts, and see if it has labels.
+
+    `label_tokens` are written to only if it has.
+    """
     try:
         size = path.stat().st_size
         if size != entry.bytes:
@@ -157,7 +166,7 @@ def _check_file(
             memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         reader = pa.ipc.open_file(pa.py_buffer(memory))
         places: list[_BatchPlace] = []
-        rows = 0
+        rows = labels = 0
         for index in range(reader.num_record_batches):
             batch = reader.get_batch(index)
             batch.validate()
@@ -166,7 +175,7 @@ def _check_file(
             for start in range(0, batch.num_rows, _AT_A_TIME):
                 part = batch.slice(start, _AT_A_TIME)
                 at = slice(rows, rows + part.num_rows)
-                _read_counts(part, lengths[at], label_tokens[at])
+                labels += _read_counts(part, lengths[at], label_tokens[at])
                 rows = at.stop
                 # Pages looked at would go on counting as this process's memory.
                 memory.madvise(mmap.MADV_DONTNEED)
@@ -179,8 +188,11 @@ def _check_file(
         ) from None
     except (pa.ArrowException, OSError, KeyError, _BatchError) as error:
         raise CorpusError(f"{path}: cannot be used ({error}); annotate again") from None
-    for name, counts in (("tokens", lengths), ("label_tokens", label_tokens)):
-        says, total = getattr(entry, name), int(counts.sum(dtype=np.int64))
+    tokens = int(lengths.sum(dtype=np.int64))
+    for name, total, says in (
+        ("tokens", tokens, entry.tokens),
+        ("label_tokens", labels, entry.label_tokens),
+    ):
         if total != says:
             raise CorpusError(
                 f"{path}: holds {total} {name} where the manifest says {says}; annotate again"
@@ -196,23 +208,31 @@ def _read_counts(
     batch: pa.RecordBatch,
     lengths: npt.NDArray[np.int32],
     label_tokens: npt.NDArray[np.int32],
-) -> None:
-    for name, out in (("length", lengths), ("label_tokens", label_tokens)):
-        column = batch.column(name)
-        if column.type != pa.int32() or column.null_count:
-            raise _BatchError(f"column {name} must be int32 without nulls")
-        out[:] = column.to_numpy()
-        if (out < 0).any():
-            raise _BatchError(f"column {name} holds negative numbers")
-    for name in ("input_ids", "labels"):
-        if name == "labels" and name not in batch.schema.names:
-            if (label_tokens != np.maximum(lengths - 1, 0)).any():
-                raise _BatchError("label_tokens must be length - 1 where there are no labels")
-            continue
+) -> int:
+    """Check a batch, fill in its lengths and, if it has labels, `label_tokens`; their sum."""
+    lengths[:], counts = _whole_numbers(batch, "length"), _whole_numbers(batch, "label_tokens")
+    names, most = ["input_ids"], np.maximum(lengths - 1, 0)
+    if "labels" in batch.schema.names:
+        names.append("labels")
+        if (counts > most).any():
+            raise _BatchError("label_tokens must not be more than length - 1")
+        label_tokens[:] = counts
+    elif (counts != most).any():
+        raise _BatchError("label_tokens must be length - 1 where there are no labels")
+    for name in names:
         column = batch.column(name)
         if column.type not in _LISTS or column.null_count or column.values.null_count:
             raise _BatchError(f"column {name} must hold lists of int32 without nulls")
         if (np.diff(column.offsets.to_numpy()) != lengths).any():
             raise _BatchError(f"length differs from the number of {name}")
-    if (label_tokens > np.maximum(lengths - 1, 0)).any():
-        raise _BatchError("label_tokens must not be more than length - 1")
+    return int(counts.sum(dtype=np.int64))
+
+
+def _whole_numbers(batch: pa.RecordBatch, name: str) -> npt.NDArray[np.int32]:
+    column = batch.column(name)
+    if column.type != pa.int32() or column.null_count:
+        raise _BatchError(f"column {name} must be int32 without nulls")
+    values: npt.NDArray[np.int32] = column.to_numpy()
+    if (values < 0).any():
+        raise _BatchError(f"column {name} holds negative numbers")
+    return values

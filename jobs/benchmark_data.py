@@ -59,6 +59,7 @@ def main(
     ] = None,
 ) -> None:
     """Measure what data costs: opening corpora, reading rows, drawing batches."""
+    load = os.getloadavg()[0]
     sizes = sorted(rows or ([300_000] if quick else [10**6, 10**7, 10**8]))
     opening: Table = [
         ("rows", "rows a record batch", "on disk", "cold", "again", "peak memory", "kept memory")
@@ -76,7 +77,8 @@ def main(
         with synthetic(folder, count, LONG_ROWS) as corpus:
             opening.append(_opening_row(corpus, count, LONG_ROWS))
     sections = [
-        f"*On {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}.*\n",
+        f"*On {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; "
+        f"load of the machine when it began: {load:.1f}.*\n",
         _section("Opening a corpus", opening),
         _section("Applying an over-length policy, lengths and label counts", views),
         _section("Reading rows at random", reading),

@@ -141,7 +141,7 @@ def test_fingerprints_tell_mixtures_apart(folders: list[Path]) -> None:
     seed=st.integers(0, 2**63),
     budget=st.integers(1, 60),
 )
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=10)
 def test_resume_of_a_mixture_at_every_step(
     streams: list[Stream], batch: int, seed: int, budget: int
 ) -> None:
