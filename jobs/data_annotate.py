@@ -61,7 +61,7 @@ def annotate_throughput(megabytes: int = 64) -> list[Row]:
             ),
             _timed("annotate, one process", partial(corpus, 1)),
         ]
-        ray.init(num_cpus=cores, include_dashboard=False, log_to_driver=False)
+        ray.init("local", num_cpus=cores, include_dashboard=False, log_to_driver=False)
         try:
             rows.append(_timed(f"annotate, {cores} Ray tasks", partial(corpus, cores)))
         finally:

@@ -79,7 +79,7 @@ def annotate(
     The corpus is a folder of Arrow files with a manifest.json: `data.corpus` of a training config
     names it. Every document is a sequence of its own. It is not cut here: `data.max_length` and
     `data.over_length` decide that when training starts. What is left out (empty documents, null
-    rows) is counted and shown.
+    rows, chats in which the assistant says nothing) is counted and shown.
 
     Examples:
 

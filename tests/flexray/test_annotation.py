@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -28,7 +29,7 @@ two_tasks = partial(run_pieces, workers=2)
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
-    context = ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    context = ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield context.address_info["address"]
     ray.shutdown()
 
@@ -70,13 +71,12 @@ def test_tasks_write_what_one_process_writes(
 
 @pytest.mark.usefixtures("cluster")
 def test_of_several_errors_the_first_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    lines = write_lines(path)
-    for number in (110, 150, 290):
-        lines[number - 1] = '{"text"'
-    path.write_text("\n".join(lines))
-    with pytest.raises(CorpusError, match=rf"^{path}:110: broken JSON") as caught:
-        annotate([path], tmp_path / "out", run=two_tasks)
+    """Also when a later one is found long before it."""
+    slow, quick = tmp_path / "a.jsonl.gz", tmp_path / "b.jsonl"
+    slow.write_bytes(gzip.compress(b'{"text": "a"}\n' * 300_000 + b'{"text"\n'))
+    quick.write_text("\n".join(['{"text": "a"}', '{"text"', *write_lines(quick)]))
+    with pytest.raises(CorpusError, match=rf"^{slow}:300001: broken JSON") as caught:
+        annotate([slow, quick], tmp_path / "out", run=two_tasks)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
