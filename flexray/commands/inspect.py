@@ -11,6 +11,7 @@ import numpy.typing as npt
 import typer
 from rich.bar import Bar
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from flexray.datasets.builtin import builtin_corpus
@@ -106,10 +107,10 @@ def _show_manifest(corpus: Corpus, summary: Summary, console: Console) -> None:
     table = Table(box=None, show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    table.add_row("corpus", f"{corpus.path}, format {manifest.format_version}")
+    table.add_row("corpus", f"{escape(str(corpus.path))}, format {manifest.format_version}")
     table.add_row(
         "tokenizer",
-        f"{manifest.tokenizer.name}, vocabulary {manifest.vocab_size:,}, "
+        f"{escape(manifest.tokenizer.name)}, vocabulary {manifest.vocab_size:,}, "
         f"sha256 {manifest.tokenizer.sha256[:12]}",
     )
     if template := manifest.tokenizer.chat_template_sha256:
@@ -122,7 +123,7 @@ def _show_manifest(corpus: Corpus, summary: Summary, console: Console) -> None:
         + ("" if corpus.has_labels else ": every token but the first of a row"),
     )
     table.add_row("tokens a row", f"mean {summary.mean:,.1f}; " + ", ".join(percentiles))
-    table.add_row("left out", ", ".join(left_out) or "nothing")
+    table.add_row("left out", escape(", ".join(left_out)) or "nothing")
     size = sum(file.bytes for file in files)
     table.add_row("files", f"{len(files):,}, {size:,} bytes")
     console.print(table)

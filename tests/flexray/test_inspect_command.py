@@ -6,6 +6,7 @@ import json
 import sys
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from flexray.__main__ import main
 from flexray.datasets.annotate import annotate
@@ -28,7 +29,7 @@ def run(monkeypatch, capsys):
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["flexray", "inspect", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "100")
+        monkeypatch.setenv("COLUMNS", "250")
         with pytest.raises(SystemExit) as end:
             main()
         captured = capsys.readouterr()
@@ -79,6 +80,20 @@ def test_a_tokenizer_that_is_not_here_or_another_by_now(run, corpus, tmp_path):
         manifest["tokenizer"] = {"name": name, "sha256": "other"}
         (copy / "manifest.json").write_text(json.dumps(manifest))
         assert "as text: the tokenizer is not on this machine" in run(copy, "--row", "9")[1]
+
+
+def test_a_row_of_a_hugging_face_tokenizer_in_an_odd_folder(run, tmp_path):
+    folder = tmp_path / "[red]"
+    folder.mkdir()
+    tokenizer = Tokenizer(models.WordLevel({"the": 0, "cat": 1, "sat": 2}, unk_token="the"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "a.txt").write_text("the cat sat")
+    annotate([folder / "a.txt"], folder / "corpus", str(folder / "tokenizer.json"))
+    code, out, _ = run(folder / "corpus", "--row", "0")
+    assert code == 0
+    assert "as text: 'the cat sat'" in out
+    assert "[red]/corpus, format 1" in out
 
 
 def test_json_is_all_of_it(run, corpus):
