@@ -273,6 +273,10 @@ class PlannerSection(Section):
     communicators_per_rank: Positive = Field(
         default=16, description="cached communicators of a rank"
     )
+    tight_bound: bool | None = Field(
+        default=None,
+        description="bound every plan tightly, on a core of the head; default: with GPUs",
+    )
 
 
 class CheckpointSection(Section):

@@ -101,7 +101,7 @@ class Driver:
                 warm_planners()
                 pool = Pool(resources.gpus, resources.device, self.job.settings, self.job.data)
                 self.pool = stack.enter_context(pool)
-                self._initialize()
+                self._initialize(resources.device)
                 self.state = State.RUNNING
                 self._run_steps()
                 is_done = self.journal.steps_done == self.config.train.steps
@@ -114,7 +114,7 @@ class Driver:
             if self.state in (State.INITIALIZING, State.RUNNING):
                 self.state = State.FAILED
 
-    def _initialize(self) -> None:
+    def _initialize(self, device: str) -> None:
         """Forms the first generation, of the checkpoint if there is one; plans meanwhile."""
         began = time.perf_counter()
         places = self.pool.places()
@@ -139,7 +139,13 @@ class Driver:
             cursor=self.resume.state.sampler if self.resume else None,
         )
         ahead = self.config.planner.prefetch
-        self.prefetch = Prefetch(work, ahead=ahead, request=self._plan_request)
+        tight = self.config.planner.tight_bound
+        self.prefetch = Prefetch(
+            work,
+            ahead=ahead,
+            request=self._plan_request,
+            tight_bound=device == "cuda" if tight is None else tight,
+        )
         self.generation = self.pool.form(self.journal.last_generation + 1)
         if self.resume:
             self.pool.load(self.resume.location, self.resume.state.counters)

@@ -106,6 +106,7 @@ class Journal:
 
     def step(self, planned: PlannedBatch, reports: Sequence[StepReport], generation: int) -> None:
         """A step that is done."""
+        planned = planned.bounded()
         is_first = planned.batch.step == self.first_step
         event = step_event(planned, reports, generation, is_first=is_first)
         self.steps_done, self.loss = event.step, event.loss

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -13,6 +13,7 @@ import ray
 from flexray.actors.pool import PoolError
 from flexray.batches import Batch
 from flexray.solver.baselines import batch_adaptive
+from flexray.solver.bound import tightened
 from flexray.solver.cluster import Cluster
 from flexray.solver.cost import CostModel
 from flexray.solver.plan import Plan
@@ -37,12 +38,24 @@ class PlannedBatch:
     plan: Plan
     best_single_ms: float  # the same batch at the best single degree, planned
     waited_s: float  # how long the driver waited for the plan
+    bound: Any = None  # the call that tightens the plan's lower bound, if there is one
 
     @property
     def speedup(self) -> float:
         """Planned, over the best single static degree."""
         planned_ms = self.plan.planned_ms
         return self.best_single_ms / planned_ms if planned_ms > 0 else 1.0
+
+    def bounded(self) -> PlannedBatch:
+        """With the tight lower bound, if it is there by now; else with the cheap one."""
+        if self.bound is None:
+            return self
+        done, _ = ray.wait([self.bound], timeout=0)
+        try:
+            plan = ray.get(done[0]) if done else self.plan
+        except ray.exceptions.RayError:  # nothing that training needs
+            plan = self.plan
+        return replace(self, plan=plan, bound=None)
 
 
 PLANNERS = 2
@@ -68,17 +81,36 @@ def plan_remotely(lengths: tuple[int, ...], request: PlanRequest) -> tuple[Plan,
     return plan, batch_adaptive(lengths, cost, cluster, degrees).planned_ms
 
 
+@ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
+def bound_remotely(
+    planned: tuple[Plan, float], lengths: tuple[int, ...], request: PlanRequest
+) -> Plan:
+    """The plan with a tight bound, in no more time than its step takes."""
+    plan, _ = planned
+    limit_s = plan.planned_ms / 1e3
+    return tightened(plan, lengths, request.cost, request.cluster, request.degrees, limit_s=limit_s)
+
+
 class Prefetch:
     """An iterator over planned batches, in their order, the plans of `ahead` more under way."""
 
     def __init__(
-        self, batches: Iterator[Batch], *, ahead: int, request: Callable[[], PlanRequest]
+        self,
+        batches: Iterator[Batch],
+        *,
+        ahead: int,
+        request: Callable[[], PlanRequest],
+        tight_bound: bool = False,
     ) -> None:
-        """`request` is asked anew for every plan, so that plans follow the newest cost model."""
+        """`request` is asked anew for every plan, so that plans follow the newest cost model.
+
+        `tight_bound`: have the bound of every plan tightened behind it, on another core.
+        """
         self._batches = batches
         self._ahead = ahead
         self._request = request
-        self._under_way: deque[tuple[Batch, Any]] = deque()
+        self._tight_bound = tight_bound
+        self._under_way: deque[tuple[Batch, Any, Any]] = deque()
         self._fill()
 
     def __iter__(self) -> Iterator[PlannedBatch]:
@@ -89,7 +121,7 @@ class Prefetch:
         if not self._under_way:
             raise StopIteration
         began = time.perf_counter()
-        batch, call = self._under_way.popleft()
+        batch, call, bound = self._under_way.popleft()
         try:
             plan, best_single_ms = ray.get(call)
         except ray.exceptions.RayTaskError as error:
@@ -98,12 +130,16 @@ class Prefetch:
             raise PoolError(f"the plan of step {batch.step} was lost: {error}") from None
         waited = time.perf_counter() - began
         self._fill()
-        return PlannedBatch(batch, plan, best_single_ms, waited)
+        return PlannedBatch(batch, plan, best_single_ms, waited, bound)
 
     def _fill(self) -> None:
         while len(self._under_way) <= self._ahead:
             batch = next(self._batches, None)
             if batch is None:
                 return
-            call = plan_remotely.remote(batch.lengths, self._request())
-            self._under_way.append((batch, call))
+            request = self._request()
+            call = plan_remotely.remote(batch.lengths, request)
+            bound = None
+            if self._tight_bound:
+                bound = bound_remotely.remote(call, batch.lengths, request)
+            self._under_way.append((batch, call, bound))
