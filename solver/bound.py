@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -70,7 +71,7 @@ def tight_bound(problem: Problem, made: Sequence[float], nodes: int, limit_s: fl
     Args:
         made: ms of the micro-steps of some plan, without `problem.micro_step_ms`.
         nodes: branch-and-bound nodes of each model.
-        limit_s: CPU time, half of it for each model.
+        limit_s: CPU time, at most half of it for the coarse model.
 
     Valid because everything in the model is at most what a plan no longer than `made` needs. Every
     micro-step lies in some level (the top one is what the known time leaves for one micro-step
@@ -80,9 +81,11 @@ def tight_bound(problem: Problem, made: Sequence[float], nodes: int, limit_s: fl
     fine model, where `made` is.
     """
     known_ms = math.fsum(made) + len(made) * problem.micro_step_ms
+    ends = time.process_time() + limit_s
     coarse = _dual_bound(problem, known_ms, COARSE, [], nodes, limit_s / 2)
     around = [ms * near for ms in made for near in AROUND]
-    return max(coarse, _dual_bound(problem, known_ms, FINE, around, nodes, limit_s / 2))
+    left = ends - time.process_time()
+    return max(coarse, _dual_bound(problem, known_ms, FINE, around, nodes, left))
 
 
 def _dual_bound(
