@@ -14,16 +14,16 @@ def adamw(
 ) -> torch.optim.AdamW:
     """AdamW in two groups: matrices decay, parameters of one dimension (norms, biases) do not.
 
-    Parameters that ask for no gradient are left out: they have no state. Fused on CUDA.
+    Frozen ones never get a state, since they have no gradient. Fused on CUDA.
     """
-    trained = [p for p in parameters if p.requires_grad]
+    parameters = list(parameters)
     return torch.optim.AdamW(
         [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ],
         betas=betas,
-        fused=trained[0].device.type == "cuda",
+        fused=parameters[0].device.type == "cuda",
     )
 
 
