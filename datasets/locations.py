@@ -49,25 +49,28 @@ class Location:
                 self._prefix = base.partition("://")[0] + "://"
 
     def matches(self) -> list[str]:
-        """The path itself, or what its glob matches, sorted.
+        """The path itself, or what its glob matches, sorted: no hidden names, no folders for **.
 
         Raises:
             CorpusError: there is nothing.
         """
+        is_there = not self.url and os.path.lexists(self.path)
+        if is_there or _magic(self.path, "*[" if self.url else "*?[") is None:
+            return [self.path]
         with _readable(self.given):
             if self.url:
-                if _magic(self.path) is None:
-                    return [self.path]
                 from fsspec.implementations.arrow import ArrowFSWrapper
 
                 found = ArrowFSWrapper(filesystem(self.url)[0]).glob(self.path)
-            elif os.path.lexists(self.path) or _magic(self.path, "*?[") is None:
-                return [self.path]
+                if "/." not in self.path:
+                    found = [path for path in found if "/." not in path]
             else:
                 found = glob.glob(self.path, recursive=True)  # noqa: PTH207
-        if not found:
+            # ** matches what is in a folder besides the folder itself.
+            paths = [path for path in found if "**" not in self.path or not self.stat(path)[0]]
+        if not paths:
             raise CorpusError(f"{self.given}: no file matches")
-        return sorted(map(str, found))
+        return sorted(paths)
 
     def name(self, path: str) -> str:
         """How `path` is called in messages."""

@@ -65,6 +65,9 @@ ALL = ["text", "line 1", "line 2", "p1", "p2", "p3", "f1", "f2", "f3", "s1", "s2
         (["memory://bucket/data/*/[cd].*"], ALL[3:9]),
         (["memory://bucket/data/**/*.parquet"], ALL[3:6]),
         (["memory://bucket/d*/b.jsonl"], ALL[1:3]),
+        (["memory://bucket/data/**"], ALL),
+        (["memory://bucket/d*"], ALL),
+        (["memory://bucket/data/.hidden/*.txt"], ["no"]),
     ],
 )
 def test_another_file_system(tmp_path: Path, inputs: list[str], expected: list[str]) -> None:
@@ -79,6 +82,8 @@ def test_local_globs_and_file_urls(tmp_path: Path) -> None:
         ("*.txt", ["a.txt", "b.txt", "x[1].txt"]),
         ("[ab].txt", ["a.txt", "b.txt"]),
         ("**/c.txt", ["sub/c.txt"]),
+        ("**", ["a.txt", "b.txt", "sub/c.txt", "x[1].txt"]),
+        ("s*", ["sub/c.txt"]),
         ("?.txt", ["a.txt", "b.txt"]),
         ("x[1].txt", ["x[1].txt"]),  # a file of that name comes before a pattern
         ("sub", ["sub/c.txt"]),
