@@ -66,9 +66,14 @@ class Driver:
         callbacks: Callbacks | None = None,
         profile: Steps | None = None,
     ) -> None:
-        """`resume`: where to go on; `run` is then the same run's directory."""
+        """`resume`: where to go on; `run` is then the same run's directory.
+
+        Raises CorpusError, before anything is written, where the data are not what they were.
+        """
         self.job, self.config, self.run = job, job.config, run
         self.resume, self.profile = resume, profile
+        done, cursor = (resume.state.step, resume.state.sampler) if resume else (0, None)
+        self.work = batches(job.documents, self.config.train, done=done, cursor=cursor)
         self.checkpoints = CheckpointFolder.of(self.config, run.path.absolute())
         self.journal = Journal(self.config, run, display, callbacks or Callbacks(), resume)
         self.stop = StopRequest()

@@ -10,23 +10,27 @@ import torch
 
 from flexray.actors.pool import cluster_of
 from flexray.actors.worker import Place
-from flexray.batches import batches
+from flexray.batches import Batch, batches
+from flexray.checkpoints import RunState
 from flexray.config import ClusterSection, Config
 from flexray.errors import UserError
 from flexray.journal import describe_data
-from flexray.preparation import Job, prepare
+from flexray.preparation import prepare
 from flexray.ray_cluster import CPU_RANKS, ranks_of
 from flexray.solver.baselines import batch_adaptive
 from flexray.solver.cost import CostModel
 from flexray.solver.planner import plan_step
 
 
-def dry_run(config: Config, say: Callable[[str], None]) -> None:
+def dry_run(config: Config, resume: RunState | None, say: Callable[[str], None]) -> None:
     """Checks all that `train` checks, estimates memory, and plans the first step.
 
-    Nodes are taken to be like this machine. Raises what `train` raises before its first step.
+    `resume`: where the run would go on. Nodes are taken to be like this machine. Raises what
+    `train` raises before its first step.
     """
     job = prepare(config)
+    done, cursor = (resume.step, resume.sampler) if resume else (0, None)
+    work = batches(job.documents, config.train, done=done, cursor=cursor)
     places = _places(config.cluster)
     job.check_device("cuda" if places[0].device_name else "cpu")
     for line in describe_data(job.documents):
@@ -40,7 +44,7 @@ def dry_run(config: Config, say: Callable[[str], None]) -> None:
         f"in {config.train.dtype}, sequence-parallel degrees {', '.join(map(str, degrees))}"
     )
     _say_memory(cost, len(places), say)
-    _say_first_plan(job, cost, places, degrees, say)
+    _say_plan(next(work), cost, places, degrees, say)
     say("Nothing was trained or written. To train: the same command without --dry-run")
 
 
@@ -57,21 +61,20 @@ def _say_memory(cost: CostModel, gpus: int, say: Callable[[str], None]) -> None:
     )
 
 
-def _say_first_plan(
-    job: Job,
+def _say_plan(
+    batch: Batch,
     cost: CostModel,
     places: tuple[Place, ...],
     degrees: tuple[int, ...],
     say: Callable[[str], None],
 ) -> None:
-    batch = next(batches(job.documents, job.config.train))
     cluster = cluster_of(places)
     plan = plan_step(batch.lengths, cost, cluster, degrees)
     single = batch_adaptive(batch.lengths, cost, cluster, degrees)
     speedup = single.planned_ms / plan.planned_ms
     say(
-        f"first step: {len(batch.rows)} sequences, {sum(batch.lengths):,} tokens, the longest "
-        f"{max(batch.lengths):,}; plan {plan.summary}: {plan.planned_ms:,.0f} ms, at least "
+        f"step {batch.step}: {len(batch.rows)} sequences, {sum(batch.lengths):,} tokens, the "
+        f"longest {max(batch.lengths):,}; plan {plan.summary}: {plan.planned_ms:,.0f} ms, at least "
         f"{plan.lower_bound_ms:,.0f} ms, {speedup:.2f}x over one degree (times are guesses "
         "until steps have been measured)"
     )

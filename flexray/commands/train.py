@@ -98,7 +98,8 @@ def train(
         if dry_run:
             from flexray.dry_run import dry_run as show
 
-            show(trainer.config, display.message)
+            state = trainer.resume.state if trainer.resume else None
+            show(trainer.config, state, display.message)
         else:
             _train(trainer, display)
 

@@ -6,9 +6,12 @@ import dataclasses
 import json
 
 import pytest
+from rich.console import Console
 
 from flexray.checkpoints import CheckpointFolder
 from flexray.config import Config, load_config
+from flexray.datasets.errors import CorpusError
+from flexray.display import Display
 from flexray.errors import UserError
 from flexray.events import EventLog
 from flexray.json_lines import read_json_lines
@@ -123,6 +126,17 @@ def test_the_trainer_goes_on_with_the_saved_config(tmp_path):
     assert Trainer(resume=run.path.with_name("renamed")).config.run.name == "renamed"
     with pytest.raises(UserError, match=r"--profile 3:9: this run trains steps 5 to 30"):
         Trainer(resume=run.path.with_name("renamed"), profile="3:9")
+
+
+def test_other_data_under_the_old_name_are_refused_before_anything_is_written(tmp_path):
+    run, _ = run_with_checkpoint(tmp_path)
+    with EventLog(run.events_path) as log:
+        for event in steps(1, 2, 3, 4, 5):
+            log.write(event)
+    before = {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
+    with pytest.raises(CorpusError, match="sampler"):  # its cursor is not of these corpora
+        Trainer(resume=run.path, display=Display(Console(quiet=True))).train()
+    assert {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()} == before
 
 
 def test_logs_are_cut_as_if_the_run_had_stopped_at_the_checkpoint(tmp_path):

@@ -222,7 +222,7 @@ def test_gradients_that_stay_non_finite_end_the_run_with_one_line(tmp_path):
 def test_a_dry_run_shows_the_first_plan_and_writes_nothing(tmp_path):
     code, output = finish(start(tmp_path, "cluster.gpus=4", dry_run=True))
     assert code == 0, output
-    for words in ("sequences of up to 256 tokens", "memory of a rank, estimated", "first step: 8"):
+    for words in ("sequences of up to 256 tokens", "memory of a rank, estimated", "step 1: 8"):
         assert words in output
     assert "ray" not in output.lower() and not list(tmp_path.iterdir())
 
