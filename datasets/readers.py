@@ -61,8 +61,12 @@ def read_rows(part: Part) -> Iterator[Rows]:
 def _one_line(source: Source) -> Iterator[None]:
     try:
         yield
-    except (pa.ArrowException, OSError) as error:
-        reason = str(error).strip().split("\n")[0]
+    except CorpusError:
+        raise
+    except Exception as error:
+        if not (source.url or isinstance(error, pa.ArrowException | OSError)):
+            raise  # far file systems have errors of their own
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise CorpusError(f"{source.name}: cannot be read as {source.kind} ({reason})") from None
 
 
