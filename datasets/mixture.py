@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Sequence
 from functools import cached_property
@@ -13,6 +12,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from flexray.datasets.corpus import Corpus
 from flexray.datasets.documents import Documents
 from flexray.datasets.errors import CorpusError
 from flexray.datasets.proportions import RESOLUTION, dealt, whole_weights
@@ -55,7 +55,7 @@ class Mixture:
                 )
         count = validation if isinstance(validation, int) else 0
         self.streams = tuple(
-            Stream(part.rows, held_out, weight)
+            Stream(part.rows, held_out, weight, _number(part.corpus))
             for part, weight, held_out in zip(training, whole, dealt(count, whole), strict=True)
         )
         for part, stream in zip(training, self.streams, strict=True):
@@ -86,12 +86,6 @@ class Mixture:
         return self._joined("label_tokens")
 
     @property
-    def fingerprint(self) -> str:
-        """Identity of the data that is trained on: equal for equal corpora in the same order."""
-        each = [part.corpus.manifest.fingerprint for part in self.parts[: len(self.streams)]]
-        return each[0] if len(each) == 1 else hashlib.sha256("".join(each).encode()).hexdigest()
-
-    @property
     def vocab_size(self) -> int:
         """Token ids are in [0, vocab_size)."""
         return max(part.corpus.vocab_size for part in self.parts)
@@ -118,6 +112,11 @@ class Mixture:
             joined[first:stop] = getattr(part, column)
             setattr(part, column, joined[first:stop])  # lets go of its own copy
         return joined
+
+
+def _number(corpus: Corpus) -> int:
+    """The corpus's fingerprint, as far as a JSON number can hold it."""
+    return int(corpus.manifest.fingerprint[:13], 16)
 
 
 def _check_alike(parts: Sequence[Documents]) -> None:

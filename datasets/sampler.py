@@ -30,11 +30,13 @@ class Stream:
         rows: sequences of the corpus.
         held_out: how many of them are never dealt; which ones, no seed of a run changes.
         weight: its share of the sequences dealt, against other streams'.
+        corpus: a number that is another one for other data.
     """
 
     rows: int
     held_out: int = 0
     weight: int = 1
+    corpus: int = 0
 
     @property
     def trained(self) -> int:
@@ -161,25 +163,29 @@ class Sampler:
         mine = self.state_dict()
         if set(state) != set(mine) or not isinstance(state["corpora"], Mapping):
             raise CorpusError(f"not a sampler state: it has the keys {sorted(state)}")
-        saved, have = _flat(state), _flat(mine)
-        for name in sorted((saved.keys() | have.keys()) - {"draws"}):
-            if saved.get(name) != have.get(name):
+        saved, have = state["corpora"], mine["corpora"]
+        if saved.keys() != have.keys():
+            raise CorpusError(
+                f"the sampler was saved with {len(saved)} corpora and this run has {len(have)}; "
+                f"{_REMEDY}"
+            )
+        for i, stream in have.items():
+            if saved[i].get("corpus") != stream["corpus"]:
                 raise CorpusError(
-                    f"the sampler was saved with {name} {saved.get(name, 'absent')} and this run "
-                    f"has {have.get(name, 'none')}; {_REMEDY}"
+                    f"corpus {i} holds other data than when the sampler was saved (was it "
+                    f"annotated again?); {_REMEDY}"
+                )
+        was, now = {"seed": state["seed"]}, {"seed": mine["seed"]}
+        for i, stream in have.items():
+            was |= {f"{name} of corpus {i}": number for name, number in saved[i].items()}
+            now |= {f"{name} of corpus {i}": number for name, number in stream.items()}
+        for name, number in now.items():
+            if was.get(name) != number:
+                raise CorpusError(
+                    f"the sampler was saved with {name} {was.get(name)} and this run has {number}; "
+                    f"{_REMEDY}"
                 )
         draws = state["draws"]
         if type(draws) is not int or not 0 <= draws < MAX_DRAWS:
             raise CorpusError(f"the sampler state counts {draws!r} sequences dealt")
         self.draws = draws
-
-
-def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of a state under names such as `corpora.0.rows`."""
-    found: dict[str, Any] = {}
-    for key, value in state.items():
-        if isinstance(value, Mapping):
-            found |= {f"{key}.{name}": number for name, number in _flat(value).items()}
-        else:
-            found[key] = value
-    return found

@@ -11,7 +11,6 @@ from flexray.config import load_config
 from flexray.data_preparation import check_documents, data_source, make_sampler
 from flexray.datasets.annotate import annotate
 from flexray.datasets.errors import CorpusError
-from flexray.datasets.sampler import Stream
 from flexray.errors import UserError
 
 
@@ -40,7 +39,7 @@ def test_a_mixture_with_a_validation_corpus(corpora):
     )
     assert load_config_again(config) == config
     documents = data_source(config.data).open()
-    assert documents.streams == (Stream(40, 0, 3), Stream(20, 0, 1))
+    assert [(s.rows, s.held_out, s.weight) for s in documents.streams] == [(40, 0, 3), (20, 0, 1)]
     assert documents.validation_rows.tolist() == list(range(60, 70))
     check_documents(documents, 256)
     sampler = make_sampler(documents, config.train)
