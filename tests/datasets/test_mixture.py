@@ -142,7 +142,7 @@ def test_a_corpus_that_was_made_again_is_not_gone_on_with(folders: list[Path]) -
     seed=st.integers(0, 2**63),
     budget=st.integers(5, 60),
 )
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=6)
 def test_resume_of_a_mixture_at_every_step(
     streams: list[Stream], batch: int, seed: int, budget: int
 ) -> None:
@@ -155,7 +155,7 @@ def test_resume_of_a_mixture_at_every_step(
 
     for tokens in (False, True):
         steady, states, ends, dealt = make(tokens), [], [], np.empty(0, np.int64)
-        while min(steady.epochs) < 2:
+        while min(steady.epochs) < 1:  # every corpus gets past the end of its first epoch
             states.append(json.loads(json.dumps(steady.state_dict())))
             ends.append(len(dealt))
             dealt = np.append(dealt, steady.next())
