@@ -21,6 +21,7 @@ from flexray.checkpoints import Checkpoint, CheckpointFolder, RunState
 from flexray.display import Display
 from flexray.errors import RunFailed, UserError
 from flexray.journal import Journal
+from flexray.nonfinite import NonfinitePolicy
 from flexray.prefetch import PlannedBatch, PlanRequest, Prefetch, warm_planners
 from flexray.preparation import Job
 from flexray.profiling import Profiler, Steps
@@ -78,7 +79,7 @@ class Driver:
         self.journal = Journal(self.config, run, display, callbacks or Callbacks(), resume)
         self.stop = StopRequest()
         self.validation = ValidationSum()
-        self.nonfinite_in_a_row = 0
+        self.nonfinite = NonfinitePolicy(self.config.train.max_nonfinite_steps)
         self.state = State.INITIALIZING
 
     @property
@@ -137,17 +138,10 @@ class Driver:
         self.job.check_communicators(self.degrees)
         self.cluster = cluster_of(places)
         self.communicators = CommunicatorCache(self.config.planner.communicators_per_rank)
-        work = batches(
-            self.job.documents,
-            self.config.train,
-            done=self.journal.steps_done,
-            cursor=self.resume.state.sampler if self.resume else None,
-        )
-        ahead = self.config.planner.prefetch
         tight = self.config.planner.tight_bound
         self.prefetch = Prefetch(
-            work,
-            ahead=ahead,
+            self.work,
+            ahead=self.config.planner.prefetch,
             request=self._plan_request,
             tight_bound=device == "cuda" if tight is None else tight,
         )
@@ -217,19 +211,9 @@ class Driver:
         self.journal.step(step.planned, reports, self.generation.number)
         if written := self.profiler.done(step.planned.batch.step):
             self.journal.message(written)
-        self._check_finite(reports)
+        self.nonfinite.check(reports)
         if step.planned.batch.step > self.journal.first_step:  # first calls teach nothing
             self.calibrator.observe(*spans(reports))
-
-    def _check_finite(self, reports: list[StepReport]) -> None:
-        skipped = any(report.skipped for report in reports)
-        self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if skipped else 0
-        if self.nonfinite_in_a_row >= self.config.train.max_nonfinite_steps:
-            raise RunFailed(
-                f"the gradient was not finite in {self.nonfinite_in_a_row} steps in a row "
-                "(train.max_nonfinite_steps): lower train.learning_rate or look at the rows of "
-                "those steps in events.jsonl"
-            )
 
     def _complete_validation(self, part: InFlight) -> None:
         batch = part.planned.batch
