@@ -90,7 +90,8 @@ class Corpus:
     def label_tokens(self) -> npt.NDArray[np.int32]:
         """(rows,) int32, labels of each sequence after its own shift."""
         if self._label_tokens is None:
-            return np.maximum(self.lengths - 1, 0)
+            counts = self.lengths - 1
+            return np.maximum(counts, 0, out=counts)
         return self._label_tokens
 
     @property
