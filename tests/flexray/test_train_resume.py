@@ -15,6 +15,9 @@ from flexray.resume import locate
 from tests.flexray.runs import SMALL, events, finish, start
 from tests.flexray.test_tracking import records
 
+# Several whole runs, each with a Ray of its own: seconds, but for a machine that does much else.
+pytestmark = pytest.mark.timeout(600)
+
 STEPS, KILLED_AFTER, EVERY = 11, 8, 3
 SETTINGS = (
     *SMALL,

@@ -14,6 +14,9 @@ from flexray.config import load_config
 from flexray.errors import UserError
 from tests.flexray.runs import SMALL, events
 
+# Several whole runs, each with a Ray of its own: seconds, but for a machine that does much else.
+pytestmark = pytest.mark.timeout(600)
+
 PROGRAM = """
 import json, psutil, sys, threading
 import torch
