@@ -148,7 +148,10 @@ FILE_ERRORS = [
     ("model: {config: {model_type: 5}}", "model.config.model_type must be text"),
     ("model: {config: {a: {b: [.nan]}}}", "model.config must not hold .nan or .inf"),
     ("model: {config: {a: 1}, path: x}", "model.config and model.path exclude each other"),
-    ("train: {validate_every: 5}", "config.yaml: train.validate_every needs held-out rows: give da"),
+    (
+        "train: {validate_every: 5}",
+        "config.yaml: train.validate_every needs held-out rows: give da",
+    ),
     ("cluster: {gpus: 3, max_gpus: 2}", "cluster.gpus (3) must not be greater than cluster.max_g"),
     ("cluster: {min_gpus: 4, max_gpus: 2}", "cluster.min_gpus (4) must not be greater than clus"),
     ("cluster: {min_gpus: 4, gpus: 2}", "cluster.min_gpus (4) must not be greater than cluster.g"),
