@@ -23,6 +23,7 @@ from flexray.datasets.data_source import DataSource
 from flexray.solver.cluster import Cluster
 
 START_TIMEOUT_S = 300.0
+GRACE_S = 10.0  # for the others' answers when one rank has failed
 
 
 class PoolError(RuntimeError):
@@ -166,12 +167,13 @@ class Pool:
             except RayTaskError as error:
                 if starting and isinstance(error.cause, ValueError):
                     raise ImpossibleRequest(_one_line(error.cause)) from None
+                # A rank that dies breaks its neighbours' collectives, and they may be heard first.
+                if dead := _first_dead(pending):
+                    raise _death(calls, *dead, what) from None
                 rank, why = calls.index(done[0]), _one_line(error.cause)
                 raise PoolError(f"rank {rank} failed during {what}: {why}") from None
             except RayError as error:
-                # Of an error in the actor's constructor Ray tells the traceback; its end is it.
-                why = str(error).strip().splitlines()[-1 if what == "start" else 0]
-                raise PoolError(f"rank {calls.index(done[0])} died during {what}: {why}") from None
+                raise _death(calls, done[0], error, what) from None
         return ray.get(list(calls))
 
     def __enter__(self) -> Self:
@@ -182,6 +184,27 @@ class Pool:
         for worker in self._workers:
             ray.kill(worker)
         self._workers = []
+
+
+def _first_dead(calls: list[ray.ObjectRef]) -> tuple[ray.ObjectRef, RayError] | None:
+    """The first of these calls whose actor is lost, and how that is told, if they end soon."""
+    ended, _ = ray.wait(calls, num_returns=len(calls), timeout=GRACE_S) if calls else ([], [])
+    for call in ended:
+        try:
+            ray.get(call)
+        except RayTaskError:
+            continue
+        except RayError as error:
+            return call, error
+    return None
+
+
+def _death(
+    calls: Sequence[ray.ObjectRef], call: ray.ObjectRef, error: RayError, what: str
+) -> PoolError:
+    # Of an error in the actor's constructor Ray tells the traceback; its end is it.
+    why = str(error).strip().splitlines()[-1 if what == "start" else 0]
+    return PoolError(f"rank {calls.index(call)} died during {what}: {why}")
 
 
 def _one_line(error: BaseException) -> str:
