@@ -24,6 +24,9 @@ Int32Array = npt.NDArray[np.int32]
 Message = dict[str, Any]
 
 ASSISTANT = "assistant"
+# No template strips, splits or escapes it. A conversation that has it too is no less safe: where it
+# is found twice, it says nothing.
+_OTHER_WORDS = "FlexRay8c1f06d2b7e94a35"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -31,9 +34,7 @@ class ChatTokenizer:
     """A tokenizer with a chat template.
 
     Where the template says by `{% generation %}` what the assistant says, those tokens are labels.
-    Elsewhere a turn of the assistant is what the template adds to the conversation before it, as
-    it is rendered for the model to answer: that must be the beginning of the whole, to the letter,
-    or the chat is refused.
+    Elsewhere each of its turns is found in the rendered conversation: see `_turn`.
     """
 
     def __init__(self, name: str, loaded: transformers.PreTrainedTokenizerFast) -> None:
@@ -45,6 +46,10 @@ class ChatTokenizer:
             update={"chat_template_sha256": hashlib.sha256(template.encode()).hexdigest()}
         )
         self.vocab_size = backend.vocab_size
+        added = [token.content for token in loaded.added_tokens_decoder.values()]
+        # Blank ones are runs of spaces in some vocabularies, and end nothing.
+        self._marks = tuple(mark for mark in added if mark.strip())
+        self._next_mark = re.compile(rf"\s*(?:{'|'.join(map(re.escape, self._marks)) or '(?!)'})")
 
     def encode(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None
@@ -71,35 +76,68 @@ class ChatTokenizer:
             ids = np.array(out["input_ids"], np.int32)
             spoken = np.array(out["assistant_masks"], bool)
         else:
-            text, turns = self._render(messages, tools)
-            encoding = self._loaded.backend_tokenizer.encode(text, add_special_tokens=False)
+            whole = self._apply(messages, tools, tokenize=False)
+            turns = [
+                self._turn(messages, i, tools, whole)
+                for i, message in enumerate(messages)
+                if message["role"] == ASSISTANT
+            ]
+            encoding = self._loaded.backend_tokenizer.encode(whole, add_special_tokens=False)
             ids = np.array(encoding.ids, np.int32)
             spoken = _overlapping(np.array(encoding.offsets, np.int64).reshape(-1, 2), turns)
         return ids, np.where(spoken, ids, np.int32(IGNORED_LABEL))
 
-    def _render(
-        self, messages: Sequence[Message], tools: list[Any] | None
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """The whole conversation, and where in it (characters) the assistant's turns are."""
-        whole = self._apply(messages, tools, tokenize=False)
-        turns = []
-        for i, message in enumerate(messages):
-            if message["role"] != ASSISTANT:
-                continue
-            if i == 0:
-                raise CorpusError(
-                    "the conversation begins with the assistant, and the chat template does not "
-                    f"say where its turn begins: {_HINT}"
-                )
-            prompt = self._apply(messages[:i], tools, tokenize=False, add_generation_prompt=True)
-            told = self._apply(messages[: i + 1], tools, tokenize=False)
-            if not (told.startswith(prompt) and whole.startswith(told)):
-                raise CorpusError(
-                    f"message {i}: the chat template renders this turn of the assistant otherwise "
-                    f"when more follows or when it is to be answered: {_HINT}"
-                )
-            turns.append((len(prompt), len(told)))
-        return whole, turns
+    def _turn(
+        self, messages: Sequence[Message], i: int, tools: list[Any] | None, whole: str
+    ) -> tuple[int, int]:
+        """Where in the whole conversation, in characters, is what the assistant says in message i.
+
+        It is what stands in the place of other words that the assistant says instead: the whole
+        begins and ends, to the letter, with what is around them. A template may write something
+        else before a turn that thinks, or around one that calls tools. Then it begins where the
+        conversation before it, rendered to be answered, ends, and ends where the conversation up
+        to it does; the whole must begin with either.
+
+        The mark that ends the turn is of it, and nothing after the mark is.
+        """
+        before, until, after = messages[:i], messages[: i + 1], messages[i + 1 :]
+        begin = end = None
+        with suppress(CorpusError):
+            instead = {"role": ASSISTANT, "content": _other_words(messages[i])}
+            other = self._apply([*before, instead, *after], tools, tokenize=False)
+            head, *tails = other.split(_OTHER_WORDS)
+            if len(tails) == 1 and whole.startswith(head):
+                begin = len(head)
+            if len(tails) == 1 and whole.endswith(tails[0]):
+                said = len(whole) - len(tails[0])
+                if self._is_of_the_turn(whole[:said], until, after, tools):
+                    mark = self._next_mark.match(whole, said)
+                    end = mark.end() if mark else said
+        with suppress(CorpusError):
+            if begin is None:
+                prompt = self._apply(before, tools, tokenize=False, add_generation_prompt=True)
+                begin = len(prompt) if whole.startswith(prompt) else None
+            if end is None:
+                told = self._apply(until, tools, tokenize=False)
+                bare = told.rstrip() if told.rstrip().endswith(self._marks) else told
+                end = len(bare) if whole.startswith(told) else None
+        if begin is None or end is None or begin > end:
+            raise CorpusError(
+                f"message {i}: the chat template does not show where this turn of the assistant "
+                "begins and ends: put {% generation %} around the assistant's part in the "
+                "tokenizer's chat template"
+            )
+        return begin, end
+
+    def _is_of_the_turn(
+        self, said: str, until: Sequence[Message], after: Sequence[Message], tools: list[Any] | None
+    ) -> bool:
+        """Whether `said` ends before the answer of a tool, which a template may add to its call."""
+        if not after or after[0]["role"] == "user":
+            return True
+        answer = {**after[0], "content": _other_words(after[0])}
+        answered: str = self._apply([*until, answer, *after[1:]], tools, tokenize=False)
+        return answered.startswith(said)
 
     def _apply(self, messages: Sequence[Message], tools: list[Any] | None, **settings: Any) -> Any:
         try:
@@ -107,9 +145,6 @@ class ChatTokenizer:
         except Exception as error:  # whatever a template's author raises, or forgets to
             reason = " ".join(str(error).split()) or type(error).__name__
             raise CorpusError(f"the chat template refuses the conversation ({reason})") from None
-
-
-_HINT = "put {% generation %} around the assistant's part in the tokenizer's chat template"
 
 
 def load_chat_tokenizer(name: str) -> ChatTokenizer:
@@ -160,6 +195,12 @@ def check_tools(tools: Any) -> list[Any] | None:
     if found is None or isinstance(found, list):
         return found or None
     raise CorpusError(f"tools {_short(tools)} are not a list of JSON schemas")
+
+
+def _other_words(message: Message) -> Any:
+    """Other content for a message, of the same shape: text, or a list of parts."""
+    parts = isinstance(message.get("content"), list)
+    return [{"type": "text", "text": _OTHER_WORDS}] if parts else _OTHER_WORDS
 
 
 def _overlapping(

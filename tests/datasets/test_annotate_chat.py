@@ -34,18 +34,91 @@ MARKED = """\
 {%- else %}{{ m.content }}<|im_end|>
 {%- endif %}{{ '\\n' }}
 {%- endfor %}"""
+# As Llama 2 does it, with a space on either side of what is said.
 INSTRUCT = """\
 {%- for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]
-{%- elif m.role == 'assistant' %}{{ ' ' + m.content }}<|im_end|>
+{%- elif m.role == 'assistant' %}{{ ' ' + m.content + ' ' }}<|im_end|>
 {%- else %}{{ raise_exception('only user and assistant roles') }}{% endif %}{% endfor %}"""
-# As Qwen3 does it: what was thought is forgotten when the user speaks again.
-FORGETFUL = """\
-{%- for m in messages %}<|im_start|>{{ m.role }}
-{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}<|im_end|>
+# As Qwen3 does it: what was thought is forgotten when the user speaks again, and the last turn
+# always has a place for it.
+QWEN3 = """\
+{%- set query = namespace(last=-1) %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{% set query.last = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for m in messages %}
+{%- if m.role == 'assistant' %}
+{%- set thought, said = m.reasoning_content or '', m.content or '' %}
+{%- if not thought and '</think>' in said %}
+{%- set thought = said.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+{%- set said = said.split('</think>')[-1].lstrip('\\n') %}
+{%- endif %}
+{{- '<|im_start|>assistant\\n' }}
+{%- if loop.index0 > query.last and (loop.last or thought) %}
+{{- '<think>\\n' + thought + '\\n</think>\\n\\n' }}
+{%- endif %}
+{{- said }}
+{%- for call in m.tool_calls or [] %}
+{{- '\\n' if said or not loop.first else '' }}
+{{- '<tool_call>\\n' + call.function | tojson + '\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- elif m.role == 'tool' %}
+{{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}
+{%- else %}
+{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+# As Llama 3 does it: contents are trimmed; a call that is code has another end than a text.
+LLAMA3 = """\
+{{- '<|begin_of_text|>' }}
+{%- for m in messages %}
+{{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' }}
+{%- if m.tool_calls %}
+{{- '<|python_tag|>' + m.tool_calls[0].function.arguments.code + '<|eom_id|>' }}
+{%- else %}
+{{- m.content | trim + '<|eot_id|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}"""
+# As Mistral does it: no answer without a call.
+STRICT = """\
+{%- for m in messages %}
+{%- if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}
+{{- raise_exception('an answer to nothing') }}
+{%- endif %}
+{{- '[' + m.role + ']' }}{{ m.content or m.tool_calls[0].function.name }}<|im_end|>
 {% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+{%- if add_generation_prompt %}[assistant]{% endif %}"""
+# As Gemma 4 does it: the tool's answer is a part of the turn that called it.
+NESTED = """\
+{%- for m in messages if m.role != 'tool' %}
+{{- '[' + m.role + ']' }}{{ m.content or '' }}
+{%- for call in m.tool_calls or [] %}<call>{{ call.function.name }}
+{%- for m in messages if m.role == 'tool' %}<answer>{{ m.content }}{% endfor %}
+{%- endfor %}
+{%- if not (m.tool_calls and loop.last) %}<|im_end|>{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}[assistant]{% endif %}"""
+# As GLM does it: a turn ends where the next begins.
+UNENDED = """\
+{%- for m in messages %}<|im_start|>{{ m.role }}:
+{%- if m.role == 'assistant' and (m.reasoning_content or loop.last) %}<think>
+{{- m.reasoning_content }}</think>{% endif %}{{ m.content }}
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant:{% endif %}"""
+TWICE = """\
+{%- for m in messages %}[{{ m.role }}]{{ m.content }}={{ m.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}[assistant]{% endif %}"""
 
+MARKS = (
+    *("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"),
+    *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
+)
 Message = dict[str, Any]
 USER: Message = {"role": "user", "content": "hi"}
 REPLY: Message = {"role": "assistant", "content": "yo"}
@@ -55,12 +128,12 @@ SYSTEM: Message = {"role": "system", "content": "be"}
 
 
 def tokenizer(folder: Path, template: str | None) -> Path:
-    """Every byte is a token, and so is each of two marks: masks can be counted by hand."""
+    """Every byte is a token, and so is each mark: masks can be counted by hand."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(mark) for mark in ("<|im_start|>", "<|im_end|>")])
+    backend.add_special_tokens([AddedToken(mark) for mark in MARKS])
     # What text begins with: a chat template writes its own.
     backend.post_processor = processors.TemplateProcessing(
         single="<|im_end|> $A",
@@ -125,15 +198,16 @@ def test_several_turns(tmp_path: Path, name: str) -> None:
     assert learned(corpus, folder) == [
         [
             ("<|im_start|>system\nbe<|im_end|>\n" + user + start, False),
-            ("yo<|im_end|>\n", True),
-            ("<|im_start|>user\nwhy?<|im_end|>\n" + start, False),
-            (" so ü<|im_end|>\n", True),
+            ("yo<|im_end|>", True),
+            ("\n<|im_start|>user\nwhy?<|im_end|>\n" + start, False),
+            (" so ü<|im_end|>", True),
+            ("\n", False),
         ],
-        [(user + start, False), ("yo<|im_end|>\n", True)],
+        [(user + start, False), ("yo<|im_end|>", True), ("\n", False)],
     ]
-    # A byte is a token, and a mark is one: "yo", " so ü", and each time the mark and a newline.
-    assert corpus.label_tokens.tolist() == [4 + 6 + 2, 4]
-    assert corpus.manifest.label_tokens == 16
+    # A byte is a token, and a mark is one: "yo", " so ü", and each time the mark.
+    assert corpus.label_tokens.tolist() == [3 + 7, 3]
+    assert corpus.manifest.label_tokens == 13
     assert corpus.manifest.tokenizer.chat_template_sha256
 
 
@@ -157,13 +231,14 @@ def test_both_ways_agree_with_a_real_vocabulary(tmp_path: Path) -> None:
         [m for text in says[i:] for m in (USER, {"role": "assistant", "content": text})]
         for i in range(len(says))
     ]
-    plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}" + (
+    said = "{{ m.content }}<｜end▁of▁sentence｜>"
+    plain = f"{{% for m in messages %}}<{{{{ m.role }}}}>{said}{{% endfor %}}" + (
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     marked = plain.replace(
-        "{{ m.content }}</s>",
-        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>{% endgeneration %}"
-        "{% else %}{{ m.content }}</s>{% endif %}",
+        said,
+        f"{{% if m.role == 'assistant' %}}{{% generation %}}{said}{{% endgeneration %}}"
+        f"{{% else %}}{said}{{% endif %}}",
     )
     corpora = []
     for name, template in (("plain", plain), ("marked", marked)):
@@ -173,16 +248,16 @@ def test_both_ways_agree_with_a_real_vocabulary(tmp_path: Path) -> None:
         path = write(tmp_path / "a.jsonl", chats)
         corpora.append(annotate([path], tmp_path / f"{name}-out", str(tmp_path / name)))
     assert corpora[0].manifest.fingerprint == corpora[1].manifest.fingerprint
-    assert corpora[0].label_tokens.min() > 3
+    assert corpora[0].label_tokens[-1] == 3  # 123, 45 and the mark
 
 
 def test_templates_without_a_generation_prompt(tmp_path: Path) -> None:
     assert make(tmp_path, INSTRUCT, [[USER, REPLY, MORE, AGAIN]]) == [
         [
-            ("[INST] hi [/INST]", False),
-            (" yo<|im_end|>", True),
-            ("[INST] why? [/INST]", False),
-            ("  so ü<|im_end|>", True),
+            ("[INST] hi [/INST] ", False),
+            ("yo <|im_end|>", True),
+            ("[INST] why? [/INST] ", False),
+            (" so ü <|im_end|>", True),
         ]
     ]
 
@@ -208,11 +283,16 @@ def test_tool_calls_and_tools(tmp_path: Path, name: str) -> None:
     assert learned(annotate([path], tmp_path / "out", str(folder)), folder) == [
         [
             ("<|im_start|>tools\nadd,neg<|im_end|>\n" + user, False),
-            ('<call>{"name": "add", "arguments": {"a": 1}}<|im_end|>\n', True),
-            ("<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n", False),
-            ("yo<|im_end|>\n", True),
+            ('<call>{"name": "add", "arguments": {"a": 1}}<|im_end|>', True),
+            ("\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n", False),
+            ("yo<|im_end|>", True),
+            ("\n", False),
         ],
-        [(user, False), ('<call>{"name": "neg", "arguments": {"b": 2}}<|im_end|>\n', True)],
+        [
+            (user, False),
+            ('<call>{"name": "neg", "arguments": {"b": 2}}<|im_end|>', True),
+            ("\n", False),
+        ],
     ]
 
 
@@ -230,21 +310,172 @@ def test_other_columns_by_name(tmp_path: Path) -> None:
     path.write_text(json.dumps({"text": "ab", "messages": [USER], "talk": [USER, REPLY]}) + "\n")
     assert not annotate([path], tmp_path / "1", str(folder)).has_labels  # text wins
     corpus = annotate([path], tmp_path / "2", str(folder), chat_column="talk")
-    assert learned(corpus, folder)[0][1] == ("yo<|im_end|>\n", True)
+    assert learned(corpus, folder)[0][1] == ("yo<|im_end|>", True)
 
 
-def test_a_template_that_renders_earlier_turns_otherwise(tmp_path: Path) -> None:
-    message = refusal(tmp_path, FORGETFUL, [[USER, REPLY], [USER, REPLY, MORE, AGAIN]])
-    assert message.startswith(f"{tmp_path}/a.jsonl:2: message 1: the chat template renders")
+SO: Message = {"role": "assistant", "content": "so"}
+# What the assistant calls, what it is answered, and what it thinks before either.
+CALL: Message = {
+    "role": "assistant",
+    "tool_calls": [{"function": {"name": "add", "arguments": {"code": "1+2"}}}],
+}
+ANSWER: Message = {"role": "tool", "content": "3"}
+THOUGHT = {"reasoning_content": "hm"}
+HI = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+WHY = "\n<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\n"
+HAD = "\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+ADD = '<tool_call>\n{"name": "add", "arguments": {"code": "1+2"}}\n</tool_call>'
+
+
+def between_marks(tmp_path: Path, template: str, chat: list[Message]) -> str:
+    """The rendered chat, what is learned of it between « and »."""
+    (runs,) = make(tmp_path, template, [chat])
+    return "".join(f"«{text}»" if is_learned else text for text, is_learned in runs)
+
+
+@pytest.mark.parametrize(
+    ("chat", "rendered"),
+    [
+        pytest.param(
+            [USER, REPLY],
+            f"{HI}<think>\n\n</think>\n\n«yo<|im_end|>»\n",
+            id="one turn",
+        ),
+        pytest.param(
+            [USER, REPLY, MORE, SO],
+            f"{HI}«yo<|im_end|>»{WHY}<think>\n\n</think>\n\n«so<|im_end|>»\n",
+            id="two turns",
+        ),
+        pytest.param(
+            [USER, REPLY, MORE, AGAIN, MORE, SO],
+            f"{HI}«yo<|im_end|>»{WHY}« so ü<|im_end|>»{WHY}<think>\n\n</think>\n\n«so<|im_end|>»\n",
+            id="three turns",
+        ),
+        pytest.param(
+            [SYSTEM, USER, REPLY, MORE, SO],
+            f"<|im_start|>system\nbe<|im_end|>\n{HI}«yo<|im_end|>»{WHY}"
+            "<think>\n\n</think>\n\n«so<|im_end|>»\n",
+            id="system",
+        ),
+        pytest.param(
+            [
+                USER,
+                {"role": "assistant", "content": "<think>\nah\n</think>\n\nyo"},
+                MORE,
+                {"role": "assistant", "content": "<think>\nhm\n</think>\n\nso"},
+            ],
+            f"{HI}«yo<|im_end|>»{WHY}«<think>\nhm\n</think>\n\nso<|im_end|>»\n",
+            id="thoughts in contents",
+        ),
+        pytest.param(
+            [USER, REPLY | THOUGHT, MORE, SO | THOUGHT],
+            f"{HI}«yo<|im_end|>»{WHY}«<think>\nhm\n</think>\n\nso<|im_end|>»\n",
+            id="thoughts beside contents",
+        ),
+        pytest.param(
+            [USER, {"role": "assistant", "content": ""}, MORE, {"role": "assistant"}],
+            f"{HI}«<|im_end|>»{WHY}<think>\n\n</think>\n\n«<|im_end|>»\n",
+            id="nothing said",
+        ),
+        pytest.param(
+            [USER, REPLY, SO, MORE, SO, REPLY],
+            f"{HI}«yo<|im_end|>»\n<|im_start|>assistant\n«so<|im_end|>»{WHY}«so<|im_end|>»"
+            "\n<|im_start|>assistant\n<think>\n\n</think>\n\n«yo<|im_end|>»\n",
+            id="turn after turn",
+        ),
+        pytest.param(
+            [REPLY, MORE, SO],
+            f"<|im_start|>assistant\n«yo<|im_end|>»{WHY}<think>\n\n</think>\n\n«so<|im_end|>»\n",
+            id="the assistant begins",
+        ),
+        pytest.param(
+            [USER, CALL | THOUGHT, ANSWER, REPLY | THOUGHT, MORE, SO],
+            f"{HI}«{ADD}<|im_end|>»{HAD}«yo<|im_end|>»{WHY}<think>\n\n</think>\n\n«so<|im_end|>»\n",
+            id="a call before",
+        ),
+        pytest.param(
+            [USER, REPLY, MORE, CALL, ANSWER, SO | CALL | THOUGHT],
+            f"{HI}«yo<|im_end|>»{WHY}«{ADD}<|im_end|>»{HAD}"
+            f"«<think>\nhm\n</think>\n\nso\n{ADD}<|im_end|>»\n",
+            id="calls at the end",
+        ),
+        pytest.param(
+            [USER, CALL | THOUGHT, ANSWER, SO],
+            f"{HI}«<think>\nhm\n</think>\n\n{ADD}<|im_end|>»{HAD}"
+            "<think>\n\n</think>\n\n«so<|im_end|>»\n",
+            id="a call with a thought",
+        ),
+    ],
+)
+def test_a_template_that_forgets_thoughts(
+    tmp_path: Path, chat: list[Message], rendered: str
+) -> None:
+    assert between_marks(tmp_path, QWEN3, chat) == rendered
+
+
+def test_a_template_that_trims(tmp_path: Path) -> None:
+    def part(role: str) -> str:
+        return f"<|start_header_id|>{role}<|end_header_id|>\n\n"
+
+    chat = [SYSTEM, USER, CALL, {"role": "ipython", "content": "3"}, AGAIN, MORE, REPLY]
+    assert between_marks(tmp_path, LLAMA3, chat) == (
+        f"<|begin_of_text|>{part('system')}be<|eot_id|>{part('user')}hi<|eot_id|>"
+        # Not a mark of this tokenizer's, and so bytes.
+        f"{part('assistant')}«<|python_tag|>1+2<|eom_id|>»{part('ipython')}3<|eot_id|>"
+        f"{part('assistant')}«so ü<|eot_id|>»{part('user')}why?<|eot_id|>"
+        f"{part('assistant')}«yo<|eot_id|>»"
+    )
+
+
+def test_contents_in_parts(tmp_path: Path) -> None:
+    template = CHATML.replace("m.content or ''", "m.content | map(attribute='text') | join('+')")
+    chat = [
+        {"role": role, "content": [{"type": "text", "text": text} for text in texts]}
+        for role, texts in (("user", ["hi"]), ("assistant", ["yo", "yo"]), ("assistant", ["so"]))
+    ]
+    assert between_marks(tmp_path, template, chat) == (
+        f"{HI}«yo+yo<|im_end|>»\n<|im_start|>assistant\n«so<|im_end|>»\n"
+    )
+
+
+def test_a_template_that_knows_which_call_is_answered(tmp_path: Path) -> None:
+    assert between_marks(tmp_path, STRICT, [USER, CALL, ANSWER, REPLY]) == (
+        "[user]hi<|im_end|>\n[assistant]«add<|im_end|>»\n[tool]3<|im_end|>\n"
+        "[assistant]«yo<|im_end|>»\n"
+    )
+
+
+def test_a_template_that_writes_the_answer_into_the_turn(tmp_path: Path) -> None:
+    assert between_marks(tmp_path, NESTED, [USER, CALL, ANSWER, REPLY]) == (
+        "[user]hi<|im_end|>[assistant]«<call>add»<answer>3<|im_end|>[assistant]«yo<|im_end|>»"
+    )
+
+
+def test_a_template_that_ends_no_turn(tmp_path: Path) -> None:
+    """The next mark is what the model writes to end its turn, where there is one."""
+    assert between_marks(tmp_path, UNENDED, [USER, REPLY, MORE, SO | THOUGHT, MORE, REPLY]) == (
+        "<|im_start|>user:hi\n<|im_start|>assistant:«yo\n<|im_start|>»user:why?\n"
+        "<|im_start|>assistant:«<think>hm</think>so\n<|im_start|>»user:why?\n"
+        "<|im_start|>assistant:<think></think>«yo»\n"
+    )
+
+
+def test_a_template_that_writes_contents_twice(tmp_path: Path) -> None:
+    assert between_marks(tmp_path, TWICE, [USER, REPLY, MORE, SO]) == (
+        "[user]hi=hi<|im_end|>\n[assistant]«yo=yo<|im_end|>»\n"
+        "[user]why?=why?<|im_end|>\n[assistant]«so=so<|im_end|>»\n"
+    )
+
+
+def test_a_template_that_does_not_show_the_turns(tmp_path: Path) -> None:
+    counted = "{{ messages | length }}" + TWICE
+    says = "message 1: the chat template does not show where this turn of the assistant begins"
+    message = refusal(tmp_path, counted, [[USER], [USER, REPLY]])
+    assert message.startswith(f"{tmp_path}/a.jsonl:2: {says}")
     assert "{% generation %}" in message
-
-
-def test_a_conversation_that_the_assistant_begins(tmp_path: Path) -> None:
-    message = refusal(tmp_path, CHATML, [[REPLY, USER, AGAIN]])
-    assert message.startswith(f"{tmp_path}/a.jsonl:1: the conversation begins with the assistant")
-    # A template that marks it is all right.
-    (tmp_path / "b").mkdir()
-    assert make(tmp_path / "b", MARKED, [[REPLY]])[0][1] == ("yo<|im_end|>", True)
+    # Where the assistant begins, there is no conversation to be answered.
+    message = refusal(tmp_path, TWICE, [[REPLY, USER, AGAIN]])
+    assert message.startswith(f"{tmp_path}/a.jsonl:1: {says.replace('1', '0')}")
 
 
 def test_a_template_that_refuses(tmp_path: Path) -> None:
