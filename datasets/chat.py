@@ -49,7 +49,7 @@ class ChatTokenizer:
         added = [token.content for token in loaded.added_tokens_decoder.values()]
         # Blank ones are runs of spaces in some vocabularies, and end nothing.
         self._marks = tuple(mark for mark in added if mark.strip())
-        self._next_mark = re.compile(rf"\s*(?:{'|'.join(map(re.escape, self._marks)) or '(?!)'})")
+        self._next_mark = re.compile(rf"\s*(?:{'|'.join(map(re.escape, self._marks))})")
 
     def encode(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None

@@ -111,13 +111,14 @@ UNENDED = """\
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant:{% endif %}"""
 TWICE = """\
-{%- for m in messages %}[{{ m.role }}]{{ m.content }}={{ m.content }}<|im_end|>
+{%- for m in messages %}[{{ m.role }}]{{ m.content }}{{ m.content }}<|im_end|>
 {% endfor %}
 {%- if add_generation_prompt %}[assistant]{% endif %}"""
 
 MARKS = (
     *("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"),
     *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
+    "\t\t",  # as some vocabularies have runs of blanks
 )
 Message = dict[str, Any]
 USER: Message = {"role": "user", "content": "hi"}
@@ -428,13 +429,13 @@ def test_a_template_that_trims(tmp_path: Path) -> None:
 
 
 def test_contents_in_parts(tmp_path: Path) -> None:
-    template = CHATML.replace("m.content or ''", "m.content | map(attribute='text') | join('+')")
+    template = INSTRUCT.replace("m.content", "(m.content | map(attribute='text') | join('+'))")
     chat = [
         {"role": role, "content": [{"type": "text", "text": text} for text in texts]}
         for role, texts in (("user", ["hi"]), ("assistant", ["yo", "yo"]), ("assistant", ["so"]))
     ]
     assert between_marks(tmp_path, template, chat) == (
-        f"{HI}«yo+yo<|im_end|>»\n<|im_start|>assistant\n«so<|im_end|>»\n"
+        "[INST] hi [/INST] «yo+yo <|im_end|>» «so <|im_end|>»"
     )
 
 
@@ -460,22 +461,54 @@ def test_a_template_that_ends_no_turn(tmp_path: Path) -> None:
     )
 
 
-def test_a_template_that_writes_contents_twice(tmp_path: Path) -> None:
-    assert between_marks(tmp_path, TWICE, [USER, REPLY, MORE, SO]) == (
-        "[user]hi=hi<|im_end|>\n[assistant]«yo=yo<|im_end|>»\n"
-        "[user]why?=why?<|im_end|>\n[assistant]«so=so<|im_end|>»\n"
+def test_blanks_end_no_turn(tmp_path: Path) -> None:
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content + '\t\t\n' }}{% endfor %}"
+    assert between_marks(tmp_path, template, [USER, REPLY, MORE, SO]) == (
+        "[user]hi\t\t\n[assistant]«yo»\t\t\n[user]why?\t\t\n[assistant]«so»\t\t\n"
     )
 
 
-def test_a_template_that_does_not_show_the_turns(tmp_path: Path) -> None:
-    counted = "{{ messages | length }}" + TWICE
-    says = "message 1: the chat template does not show where this turn of the assistant begins"
-    message = refusal(tmp_path, counted, [[USER], [USER, REPLY]])
-    assert message.startswith(f"{tmp_path}/a.jsonl:2: {says}")
-    assert "{% generation %}" in message
-    # Where the assistant begins, there is no conversation to be answered.
-    message = refusal(tmp_path, TWICE, [[REPLY, USER, AGAIN]])
-    assert message.startswith(f"{tmp_path}/a.jsonl:1: {says.replace('1', '0')}")
+def test_a_template_that_writes_contents_twice(tmp_path: Path) -> None:
+    assert between_marks(tmp_path, TWICE, [USER, REPLY, MORE, SO]) == (
+        "[user]hihi<|im_end|>\n[assistant]«yoyo<|im_end|>»\n"
+        "[user]why?why?<|im_end|>\n[assistant]«soso<|im_end|>»\n"
+    )
+    (tmp_path / "unmarked").mkdir()
+    unmarked = TWICE.replace("<|im_end|>", " ")
+    assert between_marks(tmp_path / "unmarked", unmarked, [USER, REPLY, MORE, SO]) == (
+        "[user]hihi \n[assistant]«yoyo \n»[user]why?why? \n[assistant]«soso \n»"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "turn"),
+    [
+        pytest.param("{{ messages | length }}" + TWICE, [USER, REPLY], 1, id="no beginning"),
+        pytest.param(
+            TWICE.replace("<|im_end|>", "{{ loop.last if m.role == 'assistant' }}<|im_end|>"),
+            [USER, REPLY, MORE],
+            1,
+            id="no end",
+        ),
+        pytest.param(TWICE, [REPLY, USER], 0, id="nothing before"),
+        pytest.param(
+            INSTRUCT.replace(
+                "' ' + m.content + ' '", "(' ' + m.content + ' ').replace('  ', ' ')"
+            ).replace("<|im_end|>", "."),
+            [USER, {"role": "assistant", "content": ""}],
+            1,
+            id="one blank before and after",
+        ),
+    ],
+)
+def test_a_template_that_does_not_show_the_turns(
+    tmp_path: Path, template: str, chat: list[Message], turn: int
+) -> None:
+    message = refusal(tmp_path, template, [[USER], chat])
+    assert message.startswith(
+        f"{tmp_path}/a.jsonl:2: message {turn}: the chat template does not show where this turn of "
+        "the assistant begins and ends: put {% generation %} around"
+    )
 
 
 def test_a_template_that_refuses(tmp_path: Path) -> None:
