@@ -83,7 +83,7 @@ def _grouped(parts: Iterable[Part], most: int) -> Iterator[list[Part]]:
             yield group
             group, size = [], 0
         last = group[-1] if group else None
-        if last and last.source == part.source:
+        if last and last.source == part.source and last.stop == part.start:
             group[-1] = dataclasses.replace(last, stop=part.stop, size=last.size + part.size)
         else:
             group.append(part)

@@ -124,6 +124,13 @@ def test_the_order_of_work_does_not_matter(tmp_path: Path) -> None:
     assert found[0] == found[1] == found[2]
 
 
+@formats
+def test_a_file_given_twice_in_a_row_is_read_twice(tmp_path: Path, name: str, write: Write) -> None:
+    write(tmp_path / name)
+    corpus = annotate([tmp_path / name] * 3, tmp_path / "out", "bytes")
+    assert texts(corpus) == TEXTS * 3
+
+
 def test_small_files_share_a_piece(tmp_path: Path) -> None:
     for i, text in enumerate(TEXTS):
         (tmp_path / f"{i}.txt").write_text(text)
