@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from flexray.datasets.errors import CorpusError
 from flexray.datasets.manifest import TokenizerInfo
+from flexray.datasets.messages import ASSISTANT, Message, joined_text
 from flexray.datasets.tokenizer import HuggingFaceTokenizer, bare_file, load_transformers
 from flexray.datasets.writer import IGNORED_LABEL
 
@@ -21,9 +22,7 @@ if TYPE_CHECKING:
     import transformers
 
 Int32Array = npt.NDArray[np.int32]
-Message = dict[str, Any]
 
-ASSISTANT = "assistant"
 # No template strips, splits or escapes it. A conversation that has it too is no less safe: where it
 # is found twice, it says nothing.
 _OTHER_WORDS = "FlexRay8c1f06d2b7e94a35"
@@ -57,7 +56,7 @@ class ChatTokenizer:
         """Token ids of a conversation and its labels, (n,) each; -100 where not the assistant's.
 
         Args:
-            messages: with `role` and what else the template reads; see `check_messages`.
+            messages: with `role` and what else the template reads, as `check_messages` has them.
             tools: as the template takes them: JSON schemas.
 
         Raises:
@@ -65,6 +64,7 @@ class ChatTokenizer:
                 the message does not say which conversation it is.
         """
         tools = list(tools) if tools else None
+        messages = self._readable(messages, tools)
         if _GENERATION.search(self._loaded.get_chat_template(None, tools)):
             out = self._apply(
                 messages,
@@ -86,6 +86,31 @@ class ChatTokenizer:
             ids = np.array(encoding.ids, np.int32)
             spoken = _overlapping(np.array(encoding.offsets, np.int64).reshape(-1, 2), turns)
         return ids, np.where(spoken, ids, np.int32(IGNORED_LABEL))
+
+    def _readable(self, messages: Sequence[Message], tools: list[Any] | None) -> list[Message]:
+        """Messages with text in place of parts where the template does not read parts."""
+        found = list(messages)
+        for i, message in enumerate(messages):
+            content = message.get("content")
+            if isinstance(content, list) and not self._reads_parts(found, i, tools):
+                text = joined_text(content)
+                if text is None:
+                    kind = next(part["type"] for part in content if part["type"] != "text")
+                    raise CorpusError(
+                        f"message {i}: the chat template does not read content in parts, and one "
+                        f"is no text ({kind}); give text, or a tokenizer whose template does"
+                    )
+                found[i] = {**message, "content": text}
+        return found
+
+    def _reads_parts(self, messages: list[Message], i: int, tools: list[Any] | None) -> bool:
+        """Whether other words in a part of message i are rendered, and not Python's repr of it."""
+        parts = _other_words(messages[i])
+        other = [*messages[:i], {**messages[i], "content": parts}, *messages[i + 1 :]]
+        with suppress(CorpusError):
+            rendered: str = self._apply(other, tools, tokenize=False)
+            return _OTHER_WORDS in rendered and str(parts) not in rendered
+        return False
 
     def _turn(
         self, messages: Sequence[Message], i: int, tools: list[Any] | None, whole: str
@@ -163,40 +188,6 @@ def load_chat_tokenizer(name: str) -> ChatTokenizer:
     )
 
 
-def check_messages(messages: Any) -> list[Message]:
-    """Messages as they are, if that is what they are.
-
-    Raises:
-        CorpusError: they are no list of objects with a role.
-    """
-    if not isinstance(messages, list):
-        raise CorpusError(f"{_short(messages)} is not a list of messages")
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise CorpusError(f"message {i}: {_short(message)} is not an object with role, content")
-        if not isinstance(message.get("role"), str):
-            raise CorpusError(
-                f"message {i}: has no role; it has {', '.join(message) or 'nothing'}: give role "
-                "and content"
-            )
-    return messages
-
-
-def check_tools(tools: Any) -> list[Any] | None:
-    """Tools of a conversation: a list, or JSON text of one; None or nothing for none.
-
-    Raises:
-        CorpusError: they are something else.
-    """
-    found = tools
-    if isinstance(tools, str):
-        with suppress(ValueError):
-            found = json.loads(tools or "null")
-    if found is None or isinstance(found, list):
-        return found or None
-    raise CorpusError(f"tools {_short(tools)} are not a list of JSON schemas")
-
-
 def _other_words(message: Message) -> Any:
     """Other content for a message, of the same shape: text, or a list of parts."""
     parts = isinstance(message.get("content"), list)
@@ -211,7 +202,3 @@ def _overlapping(
     for begin, end in turns:
         spoken |= (offsets_N2[:, 1] > begin) & (offsets_N2[:, 0] < end)
     return spoken
-
-
-def _short(value: Any) -> str:
-    return json.dumps(value, default=str)[:60]

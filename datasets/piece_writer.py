@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 from pydantic import ValidationError
 
-from flexray.datasets.chat import ASSISTANT, ChatTokenizer, check_messages, check_tools
+from flexray.datasets.chat import ChatTokenizer
 from flexray.datasets.errors import CorpusError
 from flexray.datasets.manifest import TokenizerInfo
+from flexray.datasets.messages import ASSISTANT, check_messages, check_tools
 from flexray.datasets.parts import Rows
 from flexray.datasets.pieces import Piece
 from flexray.datasets.readers import read_rows

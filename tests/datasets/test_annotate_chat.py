@@ -374,7 +374,7 @@ def between_marks(tmp_path: Path, template: str, chat: list[Message]) -> str:
             id="thoughts beside contents",
         ),
         pytest.param(
-            [USER, {"role": "assistant", "content": ""}, MORE, {"role": "assistant"}],
+            [USER, {"role": "assistant", "content": ""}, MORE, REPLY | {"content": ""}],
             f"{HI}«<|im_end|>»{WHY}<think>\n\n</think>\n\n«<|im_end|>»\n",
             id="nothing said",
         ),
@@ -436,6 +436,30 @@ def test_contents_in_parts(tmp_path: Path) -> None:
     ]
     assert between_marks(tmp_path, template, chat) == (
         "[INST] hi [/INST] «yo+yo <|im_end|>» «so <|im_end|>»"
+    )
+
+
+SILENT = CHATML.replace("m.content or ''", "m.content if m.content is string else ''")
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, INSTRUCT, SILENT])
+def test_parts_for_a_template_that_takes_text(tmp_path: Path, template: str) -> None:
+    """It would render Python's repr of a list, fail, or leave it out."""
+    in_parts = [
+        m | {"content": [{"type": "text", "text": t} for t in m["content"]]} for m in (USER, REPLY)
+    ]
+    found = []
+    for name, chat in (("parts", in_parts), ("text", [USER, REPLY])):
+        (tmp_path / name).mkdir()
+        found.append(make(tmp_path / name, template, [[*chat, MORE, AGAIN]]))
+    assert found[0] == found[1]
+
+
+def test_an_image_for_a_template_that_takes_text(tmp_path: Path) -> None:
+    seen = USER | {"content": [{"type": "text", "text": "see"}, {"type": "image", "url": "a.png"}]}
+    assert refusal(tmp_path, CHATML, [[USER, REPLY], [seen, REPLY]]).startswith(
+        f"{tmp_path}/a.jsonl:2: message 0: the chat template does not read content in parts, and "
+        "one is no text (image); give text"
     )
 
 
@@ -534,6 +558,19 @@ def test_the_row_of_a_table_is_named(tmp_path: Path) -> None:
         (["hello"], 'message 0: "hello" is not an object'),
         ([USER, {"from": "gpt", "value": "yo"}], "message 1: has no role; it has from, value"),
         ([{"role": None, "content": "a"}], "message 0: has no role"),
+        ([USER, REPLY | {"content": {"a": 1}}], 'message 1: content {"a": 1} is not text or'),
+        ([USER | {"content": 7}, REPLY], "message 0: content 7 is not text or a list of parts"),
+        ([USER | {"content": ["a"]}, REPLY], 'message 0: "a" is not a part of content'),
+        ([USER | {"content": [{"text": "a"}]}], 'message 0: {"text": "a"} is not a part of'),
+        ([USER | {"content": [{"type": "text"}]}], 'message 0: {"type": "text"} is not a part'),
+        (
+            [USER, {"role": "assistant", "contents": "yo"}],
+            "message 1: has no content; it has role, contents: give content",
+        ),
+        ([USER, REPLY | {"content": None, "tool_calls": []}], "message 1: has no content"),
+        ([{"role": "user", "text": "hi"}, REPLY], "message 0: has no content; it has role, text"),
+        ([USER, REPLY | {"content": "a\ud800"}], 'message 1: "\\ud800" is half a character'),
+        ([USER, CALL | {"tool_calls": [{"\udc00": 1}]}], 'message 1: "\\udc00" is half a'),
     ],
 )
 def test_what_is_no_chat(tmp_path: Path, chat: Any, says: str) -> None:
@@ -545,6 +582,11 @@ def test_what_is_no_chat(tmp_path: Path, chat: Any, says: str) -> None:
 def test_what_are_no_tools(tmp_path: Path, tools: Any) -> None:
     message = refusal(tmp_path, CHATML, [[USER, REPLY]], tools=[tools])
     assert message.startswith(f"{tmp_path}/a.jsonl:1: tools ")
+
+
+def test_tools_with_half_a_character(tmp_path: Path) -> None:
+    message = refusal(tmp_path, CHATML, [[USER, REPLY]], tools=[[{"name": "\ud800"}]])
+    assert message.startswith(f'{tmp_path}/a.jsonl:1: tools: "\\ud800" is half a character')
 
 
 def test_tokenizers_without_a_chat_template(tmp_path: Path) -> None:
