@@ -79,7 +79,7 @@ class Manifest(BaseModel, frozen=True):
         """Read `folder`/manifest.json.
 
         Raises:
-            CorpusError: there is none, it is broken, of a newer format, or contradicts itself.
+            CorpusError: there is none, it cannot be read, is broken, of a newer format, or contradicts itself.
         """
         path = folder / MANIFEST_NAME
         if not folder.is_dir():
@@ -92,6 +92,8 @@ class Manifest(BaseModel, frozen=True):
                 f"{folder}: no {MANIFEST_NAME}, so not a finished corpus; "
                 "make one with `flexray annotate`"
             ) from None
+        except OSError as error:
+            raise CorpusError(f"{path}: cannot be read ({error.strerror or error})") from None
         except (ValueError, KeyError, TypeError) as error:
             raise CorpusError(f"{path}: broken ({error!r}); annotate again") from None
         if version != FORMAT_VERSION:

@@ -26,6 +26,9 @@ _Ints = npt.NDArray[np.int64]
 
 def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
     """The weights as small whole numbers; 0 for one that is less than half a millionth of all."""
+    # Scaled by a power of two, so that no ratio changes and large ones have a sum.
+    _, exponent = math.frexp(max(weights))
+    weights = [math.ldexp(weight, -exponent) for weight in weights]
     total = math.fsum(weights)
     whole = [round(weight / total * RESOLUTION) for weight in weights]
     common = math.gcd(*whole)

@@ -164,6 +164,8 @@ class Sampler:
         if set(state) != set(mine) or not isinstance(state["corpora"], Mapping):
             raise CorpusError(f"not a sampler state: it has the keys {sorted(state)}")
         saved, have = state["corpora"], mine["corpora"]
+        if not all(isinstance(stream, Mapping) for stream in saved.values()):
+            raise CorpusError(f"not a sampler state: its corpora are {dict(saved)!r:.60}")
         if saved.keys() != have.keys():
             raise CorpusError(
                 f"the sampler was saved with {len(saved)} corpora and this run has {len(have)}; "

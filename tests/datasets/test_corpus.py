@@ -134,6 +134,12 @@ def test_folder_without_manifest(folder: Path) -> None:
     fails(folder, "no manifest.json")
 
 
+def test_manifest_that_is_a_folder(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+    (folder / "manifest.json").mkdir()
+    fails(folder, "manifest.json: cannot be read (Is a directory)")
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"format_version": 1}'])
 def test_broken_manifest(folder: Path, text: str) -> None:
     (folder / "manifest.json").write_text(text)

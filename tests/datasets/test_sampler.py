@@ -174,6 +174,7 @@ def test_held_out_rows_are_the_same_for_every_seed_and_spread() -> None:
         ),
         ({"corpora": {}}, "saved with 0 corpora and this run has 1"),
         ({"corpora": 5}, "not a sampler state"),
+        ({"corpora": {"0": 5}}, "not a sampler state: its corpora are {'0': 5}"),
         ({"seed": 4}, "seed 4 and this run has 3; resume with the same corpora, weights"),
         ({"draws": -1}, "counts -1 sequences"),
         ({"draws": 1.0}, r"counts 1\.0 sequences"),
