@@ -63,9 +63,20 @@ class Checkpointer:
 
         Raises CheckpointFailed when it cannot be read or belongs to another model.
         """
+        saved = list(SavedTensors(location))
         try:
-            self._make_optimizer_state(set(SavedTensors(location)))
-            dcp.load(self._state(), checkpoint_id=location, process_group=self._group)
+            self._make_optimizer_state(set(saved))
+            state = self._state()
+            # dcp.load refuses what is missing or differs in shape, and ignores what is left over.
+            for key in saved:
+                if key not in state:
+                    raise CheckpointFailed(
+                        f"{location}: cannot load: it has {key} and this model does not: the "
+                        "checkpoint belongs to another model"
+                    )
+            dcp.load(state, checkpoint_id=location, process_group=self._group)
+        except CheckpointFailed:
+            raise
         except (Exception, CheckpointException) as error:
             raise CheckpointFailed(f"{location}: cannot load: {_reason(error)}") from None
 

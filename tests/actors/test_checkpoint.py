@@ -6,6 +6,7 @@ torchtitan#811, #816 (keys that fail when the world changes): saved by 4 ranks, 
 from __future__ import annotations
 
 import os
+import re
 import signal
 
 import pytest
@@ -129,19 +130,34 @@ def test_one_process_reads_every_tensor_whole(saved):
             assert (found[keys[key]] == value).all() and found[keys[key]].dtype == value.dtype
 
 
-def load_another_model(rank, world, store, location):
-    ours = engine(rank, world, store, BATCH, config("llama"), dtype="float64")
+def load_another_model(rank, world, store, location, hf_config):
+    ours = engine(rank, world, store, BATCH, hf_config, dtype="float64")
     try:
         Checkpointer(ours.model.model, ours.optimizer).load(location)
     except CheckpointFailed as error:
         return str(error)
 
 
-def test_what_cannot_be_loaded_is_one_line(saved, tmp_path):
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": 3}, r".*Missing key in checkpoint .*layers\.2.*"),
+        ({"vocab_size": 100}, r".*[Ss]ize mismatch.*"),
+        (
+            {"num_hidden_layers": 1},  # a part of what was saved
+            r"it has model\.model\.layers\.1\.[\w.]+ and this model does not: the checkpoint "
+            r"belongs to another model",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_one_line(saved, change, words):
     location = next(iter(saved))
-    for message in run_world(2, load_another_model, location):
-        assert message.startswith(f"{location}: cannot load: ") and "\n" not in message
-        assert "Missing key" in message or "size mismatch" in message.lower()
+    another = config("qwen3", head_dim=4, tie_word_embeddings=True, **change)
+    for message in run_world(2, load_another_model, location, another):
+        assert re.fullmatch(f"{re.escape(location)}: cannot load: {words}", message or "loaded")
+
+
+def test_a_folder_without_a_checkpoint_is_one_line(tmp_path):
     with pytest.raises(CheckpointFailed, match="no checkpoint"):
         SavedTensors(str(tmp_path))
 
