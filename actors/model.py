@@ -45,6 +45,8 @@ def model_config(
 
     Raises ModelRefused, naming what is wrong, also for what `check_config` refuses.
     """
+    if path is not None and not path.is_dir():
+        raise ModelRefused(f"model.path={path}: no such folder")
     try:
         if path is not None:
             hf_config = AutoConfig.from_pretrained(path, local_files_only=True)

@@ -8,11 +8,12 @@ its own rows: no rank ever holds the whole model, and the values do not depend o
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -180,20 +181,45 @@ def random_parameters(model: PreTrainedModel, seed: int) -> Iterator[tuple[str, 
 
 
 def saved_parameters(model: PreTrainedModel, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The values in the safetensors files of a Hugging Face folder, memory-mapped.
+    """The values in the weights of a Hugging Face folder, memory-mapped.
 
-    Raises ModelRefused when there are none.
+    Raises ModelRefused when there are none or a file cannot be read.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelRefused(f"{folder}: no *.safetensors file")
     wanted = {name for name, _ in model.named_parameters()}
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - wanted
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                if name not in tied:
-                    yield name, tensors.get_tensor(name)
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                    if name not in tied:
+                        yield name, tensors.get_tensor(name)
+        except SafetensorError as error:
+            raise ModelRefused(f"{file}: cannot read: {' '.join(str(error).split())}") from None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a Hugging Face folder that are the model's.
+
+    Those that its index names, else model.safetensors, else all: beside them there may be weights
+    in other layouts and adapters. Raises ModelRefused when there are none.
+    """
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = [folder / name for name in names]
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ModelRefused(f"{index}: not an index of weights") from None
+        for file in files:
+            if not file.is_file():
+                raise ModelRefused(f"{file}: no such file, and {index.name} names it")
+    elif single.is_file():
+        files = [single]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelRefused(f"{folder}: no *.safetensors file to take the weights from")
+    return files
 
 
 def _without_children(module: nn.Module) -> nn.Module:

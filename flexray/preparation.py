@@ -13,6 +13,7 @@ from flexray.actors.mesh import check_shard_size
 from flexray.actors.model import ModelFactory, ModelRefused, check_model, model_config
 from flexray.actors.pool import cluster_of
 from flexray.actors.settings import EngineSettings
+from flexray.actors.sharding import weight_files
 from flexray.actors.worker import Place
 from flexray.config import Config
 from flexray.data_preparation import check_documents, data_source
@@ -149,6 +150,8 @@ def prepare(
     """
     try:
         given = model_config(config.model.config, config.model.path)
+        if config.model.path is not None:
+            weight_files(config.model.path)
         built = check_model(given, model)
         check_token_loss(loss or cross_entropy, built.config.vocab_size)
         settings = _settings(config, given, model, loss)
@@ -160,8 +163,6 @@ def prepare(
     data = data_source(config.data)
     documents = data.open()
     check_documents(documents, hf_config.vocab_size)
-    if (folder := config.model.path) is not None and not any(folder.glob("*.safetensors")):
-        raise UserError(f"{folder}: no *.safetensors file to take the weights from")
     if config.planner.preset != "auto":
         load_preset(config.planner.preset)
     job = Job(
@@ -185,7 +186,8 @@ def _settings(
         model=model,
         model_factory=factory,
         token_loss=loss or cross_entropy,
-        weights=config.model.path,
+        # Actors have working directories of their own.
+        weights=path.absolute() if (path := config.model.path) else None,
         lora=Lora(**lora.model_dump()) if (lora := config.model.lora) else None,
         shard_size=config.cluster.shard_size,
         dtype=train.dtype,

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from flexray.actors.model import ModelRefused, build_on_meta
-from flexray.actors.sharding import random_parameters, saved_parameters
+from flexray.actors.sharding import random_parameters, saved_parameters, weight_files
 from tests.actors.models import config, engine
 from tests.worlds import run_world
 
@@ -181,3 +181,47 @@ def test_a_file_may_hold_the_head_of_a_tied_model(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     names = [n for n, _ in saved_parameters(build_on_meta(hf_config, torch.float32), tmp_path)]
     assert sorted(names) == sorted(n for n, _ in model.named_parameters())
+
+
+def stray(hf_config):
+    """A file that `saved_parameters` would refuse."""
+    return {"model.extra.weight": torch.zeros(hf_config.hidden_size)}
+
+
+@pytest.mark.parametrize("file_size", ["50KB", "5GB"])
+def test_only_the_files_of_the_model_are_read(tmp_path, file_size):
+    hf_config = config()
+    model = AutoModelForCausalLM.from_config(hf_config)
+    model.save_pretrained(tmp_path, max_shard_size=file_size)
+    assert (tmp_path / "model.safetensors").exists() == (file_size == "5GB")
+    for name in ("adapter_model", "consolidated"):
+        save_file(stray(hf_config), tmp_path / f"{name}.safetensors")
+    names = [n for n, _ in saved_parameters(build_on_meta(hf_config, torch.float32), tmp_path)]
+    assert sorted(names) == sorted(n for n, _ in model.named_parameters())
+
+
+def test_without_the_usual_names_all_files_are_read(tmp_path):
+    save_file(stray(config()), tmp_path / "weights.safetensors")
+    assert weight_files(tmp_path) == [tmp_path / "weights.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ('{"weight_map": {"a": "model-1.safetensors"}}', "model-1.safetensors: no such file, and"),
+        ('{"weight_map": {"a": ', "not an index of weights"),
+        ('{"weights": 1}', "not an index of weights"),
+        ('{"weight_map": {"a": 1}}', "not an index of weights"),
+    ],
+)
+def test_an_index_that_is_wrong_is_one_line(tmp_path, index, words):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelRefused, match=words) as error:
+        weight_files(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_cut_short_is_one_line(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0")
+    with pytest.raises(ModelRefused, match=r"model\.safetensors: cannot read: .*[Hh]eader"):
+        list(saved_parameters(build_on_meta(config(), torch.float32), tmp_path))

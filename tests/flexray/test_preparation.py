@@ -36,7 +36,7 @@ def places(*nodes, memory_mb=4096.0, device_name=""):
         ("model.config.hidden_size=wide", "'hidden_size' expected int, got str (value: 'wide')"),
         ("model.config.num_attention_heads=5", "not a multiple of the number of attention heads"),
         ("model.config.vocab_size=100", "set model.config.vocab_size"),
-        ("model.path=/nowhere", "/nowhere"),
+        ("model.path=/nowhere", "model.path=/nowhere: no such folder"),
         ("model.config.rope_parameters={rope_type: llama3, rope_theta: 1.0e4}", "missing key"),
     ],
 )
@@ -167,6 +167,18 @@ def test_a_folder_without_weights_is_refused(tmp_path):
     job().model.save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"no \*\.safetensors file"):
         job(f"model.path={tmp_path}")
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "part.safetensors"}}'
+    )
+    with pytest.raises(UserError, match=r"part\.safetensors: no such file"):
+        job(f"model.path={tmp_path}")
+
+
+def test_actors_are_told_the_absolute_folder_of_weights(tmp_path, monkeypatch):
+    job().model.save_pretrained(tmp_path / "weights")
+    (tmp_path / "weights" / "model.safetensors").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert job("model.path=weights").settings.weights == tmp_path / "weights"
 
 
 @pytest.mark.parametrize(
