@@ -79,7 +79,8 @@ class Manifest(BaseModel, frozen=True):
         """Read `folder`/manifest.json.
 
         Raises:
-            CorpusError: there is none, it cannot be read, is broken, of a newer format, or contradicts itself.
+            CorpusError: there is none, it cannot be read, is broken, of a newer format, or
+                contradicts itself.
         """
         path = folder / MANIFEST_NAME
         if not folder.is_dir():

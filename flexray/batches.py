@@ -6,9 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from flexray.config import TrainSection
 from flexray.data_preparation import make_sampler
 from flexray.datasets.mixture import Mixture
+from flexray.datasets.sampler import Rows
+
+_NONE: Rows = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -44,43 +50,47 @@ def batches(
     sampler = make_sampler(documents, train)
     if cursor is not None:
         sampler.load_state_dict(cursor)
-    held_out = list(_parts(documents, train))
 
     def deal() -> Iterator[Batch]:
         for step in range(done + 1, train.steps + 1):
             looks = step == train.steps or (
                 train.validate_every and not step % train.validate_every
             )
-            parts = held_out if looks else []
-            rows = sampler.next().tolist()
+            held_out = documents.validation_rows if looks else _NONE
+            rows = sampler.next()
             cursor = sampler.state_dict()
-            yield _batch(documents, step, rows, cursor=cursor, ends_step=not parts)
-            for i, part in enumerate(parts, 1):
-                yield _batch(documents, step, part, held_out=True, ends_step=i == len(parts))
+            yield _batch(documents, step, rows, cursor=cursor, ends_step=not len(held_out))
+            start = 0
+            for stop in _stops(documents.lengths[held_out], train):
+                ends = stop == len(held_out)
+                part = held_out[start:stop]
+                yield _batch(documents, step, part, held_out=True, ends_step=ends)
+                start = stop
 
     return deal()
 
 
-def _parts(documents: Mixture, train: TrainSection) -> Iterator[list[int]]:
-    """The held-out rows in parts of a batch's size."""
-    part: list[int] = []
-    tokens = 0
-    for row in documents.validation_rows.tolist():
-        length = int(documents.lengths[row])
-        over = train.batch_tokens is not None and tokens + length > train.batch_tokens
-        if part and (over or len(part) == train.batch_sequences):
-            yield part
-            part, tokens = [], 0
-        part.append(row)
-        tokens += length
-    if part:
-        yield part
+def _stops(lengths: npt.NDArray[np.int32], train: TrainSection) -> Iterator[int]:
+    """Where rows of these lengths, (n,), are cut into parts of a batch's size."""
+    if train.batch_sequences is not None:
+        yield from range(train.batch_sequences, len(lengths), train.batch_sequences)
+    if train.batch_tokens is not None:
+        tokens = np.cumsum(lengths, dtype=np.int64)
+        stop = 0
+        while True:
+            most = train.batch_tokens + (int(tokens[stop - 1]) if stop else 0)
+            stop = max(stop + 1, int(np.searchsorted(tokens, most, side="right")))
+            if stop >= len(lengths):
+                break
+            yield stop
+    if len(lengths):
+        yield len(lengths)
 
 
-def _batch(documents: Mixture, step: int, rows: list[int], **keys: Any) -> Batch:
+def _batch(documents: Mixture, step: int, rows: Rows, **keys: Any) -> Batch:
     return Batch(
         step=step,
-        rows=tuple(rows),
+        rows=tuple(rows.tolist()),
         lengths=tuple(documents.lengths[rows].tolist()),
         label_tokens=int(documents.label_tokens[rows].sum()),
         **keys,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 
 import pytest
 
 from flexray.batches import batches
 from flexray.config import load_config
+from flexray.datasets.annotate import annotate
+from flexray.datasets.data_source import DataSource
 from flexray.datasets.errors import CorpusError
 
 
@@ -56,6 +60,33 @@ def test_held_out_rows_are_batched_by_tokens_where_the_others_are(held_out):
     parts = [b for b in batches(held_out, sizes) if b.held_out and b.step == 4]
     assert sum(len(b.rows) for b in parts) == 3
     assert all(sum(b.lengths) <= 130 or len(b.rows) == 1 for b in parts)
+
+
+@pytest.mark.parametrize("budget", [1, 100, 127, 128, 129, 1000, 10**6])
+@pytest.mark.parametrize("rows", [1, 2, 300])
+def test_parts_of_held_out_rows_are_as_full_as_the_next_row_lets_them(tmp_path, rows, budget):
+    texts = ["x" * (1 + i * 37 % 128) for i in range(rows + 1)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    annotate([tmp_path / "a.jsonl"], tmp_path / "out", "bytes")
+    documents = DataSource((tmp_path / "out",), 400, "error", validation=rows).open()
+    sizes = train(batch_tokens=budget, batch_sequences=None, steps=1)
+    parts = [b for b in batches(documents, sizes) if b.held_out]
+    assert [row for b in parts for row in b.rows] == documents.validation_rows.tolist()
+    assert [b.ends_step for b in parts] == [False] * (len(parts) - 1) + [True]
+    for part in parts:
+        assert sum(part.lengths) <= budget or len(part.rows) == 1
+    for part, after in itertools.pairwise(parts):
+        assert sum(part.lengths) + after.lengths[0] > budget
+
+
+def test_held_out_rows_are_found_when_they_are_looked_at(five_texts):
+    """Of millions, a start should not wait for the parts of all."""
+    documents = dataclasses.replace(five_texts, validation=3).open()
+    work = batches(documents, train(validate_every=2))
+    assert next(work).step == 1
+    assert "validation_rows" not in vars(documents)
+    assert next(work).step == 2
+    assert "validation_rows" in vars(documents)
 
 
 def test_without_held_out_rows_there_is_no_validation(five_texts):
