@@ -6,11 +6,13 @@ The cuts follow from the input alone, so a corpus does not depend on how many ta
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from flexray.datasets.columns import Column
@@ -23,7 +25,7 @@ from flexray.datasets.sources import Source
 PIECES = 1024  # as many as there may be, within these sizes in bytes of the files as stored
 SMALLEST = 1 << 24
 LARGEST = 1 << 30
-_RESULTS = 1  # changes when the same piece would be written otherwise: nothing old is resumed
+_LIBRARIES = ("tokenizers", "transformers", "jinja2")  # that pieces may be written with
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,28 @@ class Piece:
         return f"part-{self.index:05d}"
 
     def key(self, tokenizer: TokenizerInfo) -> str:
-        """Equal for the same work on unchanged files, by their size and time of change."""
+        """Equal for the same work by the same code on unchanged files.
+
+        Files are told by their size and time of change, code by `code_version`.
+        """
         parts = [dataclasses.asdict(part) for part in self.parts]
         for part in parts:
             source = part["source"]
             source["name"] = "" if source["url"] else str(Path(source["path"]).absolute())
         made_by = tokenizer.model_dump(exclude={"name"})
-        work = json.dumps([_RESULTS, made_by, parts])
+        work = json.dumps([code_version(Path(__file__).parent), made_by, parts])
         return hashlib.sha256(work.encode()).hexdigest()[:16]
+
+
+@functools.cache
+def code_version(folder: Path) -> str:
+    """Another one for other code in `folder` or other libraries, so that no number is forgotten."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.py")):
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
+    for name in _LIBRARIES:
+        digest.update(f"{name} {metadata.version(name)}\n".encode())
+    return digest.hexdigest()
 
 
 def plan_pieces(sources: list[Source], column: Column) -> list[Piece]:

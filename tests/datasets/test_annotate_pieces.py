@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -239,8 +240,10 @@ def test_finished_pieces_are_used_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_pieces")
-@pytest.mark.parametrize("change", ["content", "time", "column", "tokenizer", "cut short"])
-def test_what_would_be_written_otherwise_is_not_used(tmp_path: Path, change: str) -> None:
+@pytest.mark.parametrize("change", ["content", "time", "column", "tokenizer", "code", "cut short"])
+def test_what_would_be_written_otherwise_is_not_used(
+    tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     records = [{"text": text, "body": f"other {text}"} for text in TEXTS]
     one, two = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
     for path in (one, two):
@@ -269,6 +272,12 @@ def test_what_would_be_written_otherwise_is_not_used(tmp_path: Path, change: str
     elif change == "tokenizer":
         Tokenizer(models.WordLevel({"?": 0}, unk_token="?")).save(str(tmp_path / "t.json"))
         options["tokenizer"] = str(tmp_path / "t.json")
+        lost = finished
+    elif change == "code":
+        moved = Path(shutil.copytree(Path(pieces.__file__).parent, tmp_path / "code"))
+        with (moved / "values.py").open("a") as file:
+            file.write("# changed\n")
+        monkeypatch.setattr(pieces, "__file__", str(moved / "pieces.py"))
         lost = finished
     else:
         (staging,) = tmp_path.glob(".out.partial-*")
