@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -48,4 +49,5 @@ class StopRequest:
                 signal.signal(each, signal.SIG_IGN)
             raise KeyboardInterrupt
         self.requested = True
-        self.heard()
+        with suppress(RuntimeError):  # the signal may have come while a line was being printed
+            self.heard()

@@ -34,6 +34,16 @@ def test_the_first_signal_asks_the_second_ends_and_the_third_does_not_disturb(nu
     assert heard == [True]
 
 
+def test_a_signal_while_a_line_is_being_printed_asks_all_the_same():
+    def heard():
+        raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stdout>'>")
+
+    with StopRequest() as stop:
+        stop.heard = heard
+        signal.raise_signal(signal.SIGINT)
+    assert stop.requested
+
+
 def test_outside_the_main_thread_only_a_request_stops():
     before = [signal.getsignal(n) for n in SIGNALS]
     seen = []
