@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from flexray.config import Config
 from flexray.errors import UserError
@@ -53,7 +54,7 @@ class RunState:
     format: int = FORMAT
 
     @classmethod
-    def from_json(cls, text: str, source: str) -> Self:
+    def from_json(cls, text: bytes, source: str) -> Self:
         """Raises UserError for what is not a state of this format."""
         try:
             data = json.loads(text)
@@ -86,12 +87,13 @@ class CheckpointFolder:
 
     def __init__(self, root: str) -> None:
         """`root`: a local folder or an fsspec URL; it need not be there yet."""
-        self.is_local = "://" not in root
-        self.root = str(Path(root).expanduser().absolute()) if self.is_local else root.rstrip("/")
         try:
+            is_url = "://" in root
+            self.root = root.rstrip("/") if is_url else str(Path(root).expanduser().absolute())
             self._fs, self._path = fsspec.core.url_to_fs(self.root, use_listings_cache=False)
-        except (ImportError, ValueError) as error:
+        except (ImportError, ValueError, RuntimeError) as error:  # the last: ~NOBODY
             raise UserError(f"checkpoints in {root}: {' '.join(str(error).split())}") from None
+        self.is_local = isinstance(self._fs, LocalFileSystem)  # file:// too
 
     @classmethod
     def of(cls, config: Config, run: Path) -> CheckpointFolder:
@@ -123,18 +125,20 @@ class CheckpointFolder:
     def read(self, step: int) -> Checkpoint:
         """The whole checkpoint of `step`. Raises UserError."""
         try:
-            text = self._fs.cat_file(self._marker(step)).decode()
+            text = self._fs.cat_file(self._marker(step))
         except FileNotFoundError:
             raise UserError(
                 f"{self.root}: no checkpoint of step {step}: there are {self.steps()}"
             ) from None
+        except Exception as error:  # each file system raises its own
+            raise UserError(f"{self.root}: cannot read: {' '.join(str(error).split())}") from None
         location = f"{self.root}/{_name(step)}"
         return Checkpoint(location, RunState.from_json(text, f"{location}/{MARKER}"))
 
     @contextmanager
     def token(self) -> Iterator[Path]:
         """An empty file in a local folder, to see who else sees it."""
-        root = Path(self.root)
+        root = Path(self._path)
         try:
             root.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(prefix="seen-", dir=root)
@@ -155,11 +159,8 @@ class CheckpointFolder:
         self._fs.makedirs(self._path, exist_ok=True)
         return f"{self.root}/{self._unfinished(step)}"
 
-    def publish(self, state: RunState, keep: int) -> Checkpoint:
-        """Marks what the ranks have written as whole and removes all but the newest `keep`.
-
-        Also what a run that was killed has left unfinished: nothing else is being written now.
-        """
+    def publish(self, state: RunState) -> Checkpoint:
+        """Marks what the ranks have written as whole."""
         folder = f"{self._path}/{self._unfinished(state.step)}"
         if self.is_local:
             _write_durably(Path(folder) / MARKER, state.to_json())
@@ -167,11 +168,17 @@ class CheckpointFolder:
             _sync(Path(self._path))
         else:
             self._fs.pipe_file(f"{folder}/{MARKER}", state.to_json().encode())
-        kept = {_name(step) for step in self.steps()[-keep:]}
+        return Checkpoint(f"{self.root}/{_name(state.step)}", state)
+
+    def prune(self, keep: int, step: int) -> None:
+        """Removes all but the newest `keep` and `step`, which was just published.
+
+        Also what a run that was killed has left unfinished: nothing else is being written now.
+        """
+        kept = {_name(step) for step in (*self.steps()[-keep:], step)}
         for path, _ in self._folders():
             if path.rstrip("/").rpartition("/")[2] not in kept:
                 self._remove(path)
-        return Checkpoint(f"{self.root}/{_name(state.step)}", state)
 
     def _remove(self, folder: str) -> None:
         """The marker first: what is half removed is not whole."""

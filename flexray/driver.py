@@ -9,12 +9,12 @@ from __future__ import annotations
 import enum
 import json
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from flexray.actors.pool import ImpossibleRequest, Pool, PoolError, cluster_of
-from flexray.actors.work import StepReport, slices
+from flexray.actors.work import RankStep, StepReport, slices
 from flexray.batches import Batch, batches
 from flexray.callbacks import Callbacks
 from flexray.checkpoints import Checkpoint, CheckpointFolder, RunState
@@ -66,6 +66,7 @@ class Driver:
         resume: Checkpoint | None = None,
         callbacks: Callbacks | None = None,
         profile: Steps | None = None,
+        stop: StopRequest,
     ) -> None:
         """`resume`: where to go on; `run` is then the same run's directory.
 
@@ -77,7 +78,7 @@ class Driver:
         self.work = batches(job.documents, self.config.train, done=done, cursor=cursor)
         self.checkpoints = CheckpointFolder.of(self.config, run.path.absolute())
         self.journal = Journal(self.config, run, display, callbacks or Callbacks(), resume)
-        self.stop = StopRequest()
+        self.stop = stop
         self.validation = ValidationSum()
         self.nonfinite = NonfinitePolicy(self.config.train.max_nonfinite_steps)
         self.state = State.INITIALIZING
@@ -157,10 +158,19 @@ class Driver:
         self.stop.heard = lambda: self.journal.message(
             "Stopping after the steps under way, with a checkpoint (again: at once)"
         )
+        try:
+            self._work_through()
+        except RunFailed:  # of a callback, or too many steps skipped: the ranks are well
+            with suppress(PoolError):
+                self.journal.checkpoints(self.saver.finish())
+            raise
+
+    def _work_through(self) -> None:
         in_flight: InFlight | None = None
         last: Batch | None = None
+        is_between_steps = True
         for planned in self.prefetch:
-            if self.stop.requested:
+            if self.stop.requested and is_between_steps:
                 break
             queued = self._dispatch(planned)
             if in_flight:
@@ -168,20 +178,29 @@ class Driver:
             in_flight = queued
             if not planned.batch.held_out:
                 last = planned.batch
-            if last and planned.batch.ends_step:
+            is_between_steps = planned.batch.ends_step
+            if last and is_between_steps:
                 self._save_if_due(last)
         if in_flight:
             self._complete(in_flight)
         if last:
-            for ended in self.saver.last(self._state_after(last)):
-                self.journal.checkpoint(ended)
+            self.journal.checkpoints(self.saver.last(self._state_after(last)))
 
     def _dispatch(self, planned: PlannedBatch) -> InFlight:
+        step, work = planned.batch.step, self._slices(planned)
+        if planned.batch.held_out:
+            return InFlight(planned, self.pool.evaluate(work) if work else [])
+        self.profiler.before(step)
+        calls = self.pool.dispatch(work) if work else []
+        self.profiler.after(step)
+        return InFlight(planned, calls)
+
+    def _slices(self, planned: PlannedBatch) -> list[RankStep]:
         batch, plan = planned.batch, planned.plan
         if batch.label_tokens == 0:
-            return InFlight(planned, [])
+            return []
         groups = [group.ranks for micro_step in plan.micro_steps for group in micro_step.groups]
-        work = slices(
+        return slices(
             plan,
             batch.rows,
             world=self.generation.world,
@@ -190,12 +209,6 @@ class Driver:
             label_tokens=batch.label_tokens,
             changes=self.communicators.prepare(groups),
         )
-        if batch.held_out:
-            return InFlight(planned, self.pool.evaluate(work))
-        self.profiler.before(batch.step)
-        calls = self.pool.dispatch(work)
-        self.profiler.after(batch.step)
-        return InFlight(planned, calls)
 
     def _complete(self, work: InFlight) -> None:
         if work.planned.batch.held_out:
@@ -204,7 +217,7 @@ class Driver:
             self._complete_step(work)
         # Not before all of its step is written down: a resume would leave out the rest.
         if work.planned.batch.ends_step:
-            self.journal.checkpoint(self.saver.poll(work.planned.batch.step))
+            self.journal.checkpoints(self.saver.poll(work.planned.batch.step))
 
     def _complete_step(self, step: InFlight) -> None:
         reports: list[StepReport] = self.pool.wait(step.calls, "step")
@@ -225,8 +238,7 @@ class Driver:
     def _save_if_due(self, batch: Batch) -> None:
         every = self.config.checkpoint.every
         if every and batch.step % every == 0:
-            for ended in self.saver.start(self._state_after(batch)):
-                self.journal.checkpoint(ended)
+            self.journal.checkpoints(self.saver.start(self._state_after(batch)))
 
     def _state_after(self, batch: Batch) -> RunState:
         """What to go on from after `batch`, whatever was dealt and planned ahead of it."""

@@ -48,7 +48,8 @@ class Journal:
         self.state = "initializing"
         self._config, self._run, self._display = config, run, display
         self._callbacks = callbacks
-        run.write_config(config)
+        if resume is None or not run.config_path.exists():
+            run.write_config(config)
         lost, self.last_generation = cut_logs(run, self.steps_done)
         self._events, self._plans = EventLog(run.events_path), PlanLog(run.plans_path)
         known = resume.state.wandb_run_id if resume else None
@@ -125,13 +126,15 @@ class Journal:
             f"{event.label_tokens:,} tokens of {event.sequences:,} sequences"
         )
 
-    def checkpoint(self, ended: CheckpointEvent | str | None) -> None:
-        """How a checkpoint ended, if one did: its event, or why it was not written."""
-        if isinstance(ended, CheckpointEvent):
-            self._events.write(ended)
-            self.message(f"checkpoint of step {ended.step}: {ended.location}")
-        elif ended:
-            self.message(f"checkpoint not written, training goes on: {ended}")
+    def checkpoints(self, ended: Sequence[CheckpointEvent | str]) -> None:
+        """How checkpoints ended: events, and lines that say what went wrong."""
+        for end in ended:
+            if isinstance(end, str):
+                self.message(end)
+                continue
+            self._events.write(end)
+            self.message(f"checkpoint of step {end.step}: {end.location}")
+            self._run.write_config(self._config)  # only now is the run where a changed one says
 
 
 def describe_data(documents: Mixture) -> Iterator[str]:

@@ -21,7 +21,7 @@ class Steps:
     @classmethod
     def parse(cls, text: str) -> Steps:
         """`5:8` or `5`. Raises UserError."""
-        match = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text)
+        match = re.fullmatch(r"([1-9]\d{0,17})(?::([1-9]\d{0,17}))?", text)
         if match is None or int(match[2] or match[1]) < int(match[1]):
             raise UserError(
                 f"--profile {text}: give steps such as 5:8, the last not before the first"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def locate(target: str, runs: Path) -> Checkpoint:
     Raises:
         UserError: There is no such run, or it has no whole checkpoint.
     """
-    folder = CheckpointFolder(target) if "://" in target else _folder_of(target, runs)
+    folder = CheckpointFolder(target) if "://" in target else _named(target, runs)
     newest = folder.newest()
     if newest is None:
         raise UserError(f"{folder.root}: there is no whole checkpoint yet")
@@ -58,16 +59,17 @@ def run_folder(target: str, runs: Path) -> Path | None:
     """The run's own folder, if `target` is one or names one in `runs`."""
     if "://" in target:
         return None
-    for path in (Path(target).expanduser(), runs / target):
-        if (path / "config.yaml").is_file():
-            return path
+    for path in (os.path.expanduser(target), runs / target):  # noqa: PTH111
+        # Of os.path: the methods of Path raise for ~NOBODY and for a name that is too long.
+        if os.path.isfile(os.path.join(path, "config.yaml")):  # noqa: PTH113, PTH118
+            return Path(path)
     return None
 
 
-def _folder_of(target: str, runs: Path) -> CheckpointFolder:
+def _named(target: str, runs: Path) -> CheckpointFolder:
     run = run_folder(target, runs)
     if run is not None:
-        return CheckpointFolder.of(load_config(run / "config.yaml", []), run.absolute())
+        return _of_run(RunDirectory(run))
     folder = CheckpointFolder(target)
     if not folder.steps():
         raise UserError(
@@ -76,12 +78,37 @@ def _folder_of(target: str, runs: Path) -> CheckpointFolder:
     return folder
 
 
+def _of_run(run: RunDirectory) -> CheckpointFolder:
+    """Where a run has its checkpoints by its config; under its name of then if it was renamed."""
+    config = load_config(run.config_path, [])
+    folder = CheckpointFolder.of(config, run.path.absolute())
+    if config.checkpoint.dir is None or config.run.name is None or folder.steps():
+        return folder
+    return CheckpointFolder.of(config, run.path.absolute().with_name(config.run.name))
+
+
+def check_newest(checkpoint: Checkpoint, config: Config, run: RunDirectory) -> None:
+    """Raises UserError where `run` has gone on after `checkpoint`: that would be lost."""
+    folders = [CheckpointFolder.of(config, run.path.absolute())]
+    if run.config_path.exists():
+        folders.append(_of_run(run))
+    for folder in folders:
+        newest = max(folder.steps(), default=0)
+        if newest > checkpoint.state.step:
+            others = "run.dir" if config.checkpoint.dir is None else "run.dir and checkpoint.dir"
+            raise UserError(
+                f"{checkpoint.location}: {run.path} has gone on to step {newest} in {folder.root}: "
+                f"go on with that by --resume {run.path}, or give another {others}"
+            )
+
+
 def check_unchanged(saved: dict[str, Any], config: Config) -> None:
     """Raises UserError, naming key, old and new value, for what a resumed run must not change."""
-    new = config.to_dict()
+    # What the run did not know it had at today's default.
+    was = load_config(saved, []).to_dict()
     changed = [
         f"{key} was {json.dumps(old)} and is {json.dumps(value)}"
-        for key, old, value in _differences(saved, new)
+        for key, old, value in _differences(was, config.to_dict())
         if not any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)
     ]
     if changed:

@@ -32,7 +32,7 @@ def check_shared(pool: Pool, folder: CheckpointFolder) -> None:
 
 
 Ended = CheckpointEvent | str
-"""How a checkpoint ended: its event, or why it was not written."""
+"""How a checkpoint ended: its event, or a line that says what went wrong."""
 
 
 @dataclass(frozen=True)
@@ -57,70 +57,78 @@ class Saver:
         self.folder, self.newest = folder, newest
         self._pool, self._keep = pool, keep
         self._under_way: _Saving | None = None
+        self._why = ""  # the newest failure
 
     def start(self, state: RunState) -> list[Ended]:
         """Has the ranks save behind what is queued; first `finish`es what is being written.
 
         Returns how that ended, and why this one could not begin.
         """
-        ended = [self.finish()]
+        ended = self.finish()
         try:
             location = self.folder.begin(state.step)
         except Exception as error:  # each file system raises its own
-            ended.append(self._why(state, error))
-        else:
-            self._under_way = _Saving(state, *self._pool.save(location), time.perf_counter())
-        return [end for end in ended if end is not None]
+            return [*ended, self._not_written(state, error)]
+        self._under_way = _Saving(state, *self._pool.save(location), time.perf_counter())
+        return ended
 
-    def poll(self, steps_done: int) -> Ended | None:
+    def poll(self, steps_done: int) -> list[Ended]:
         """`finish`, if that takes no waiting.
 
         `steps_done`: the last step that is written down; no checkpoint is whole before its step is.
         """
         saving = self._under_way
         if saving is None or saving.state.step > steps_done:
-            return None
+            return []
         calls = saving.copies + saving.writes
         done, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
-        return self.finish() if len(done) == len(calls) else None
+        return self.finish() if len(done) == len(calls) else []
 
-    def finish(self) -> Ended | None:
-        """Waits until what is being written is whole: its event, or why it failed.
+    def finish(self) -> list[Ended]:
+        """Waits until what is being written is whole, and removes old ones: how that ended.
 
         Raises PoolError when a rank is lost.
         """
         saving, self._under_way = self._under_way, None
         if saving is None:
-            return None
+            return []
         copies: list[SaveReport] = self._pool.wait(saving.copies, "save")
         failures = [why for why in self._pool.wait(saving.writes, "save") if why]
         state = replace(saving.state, counters=copies[0].counters)
         try:
             if failures:
                 raise OSError(failures[0])
-            checkpoint = self.folder.publish(state, self._keep)
+            checkpoint = self.folder.publish(state)
         except Exception as error:  # each file system raises its own
-            return self._why(state, error)
+            return [self._not_written(state, error)]
         self.newest = state.step
-        return CheckpointEvent(
+        event = CheckpointEvent(
             step=state.step,
             location=checkpoint.location,
             blocked_s=max(report.blocked_s for report in copies),
             write_s=time.perf_counter() - saving.began,
         )
+        try:
+            self.folder.prune(self._keep, state.step)
+        except Exception as error:
+            return [event, f"old checkpoints not removed: {self._where(state, error)}"]
+        return [event]
 
     def last(self, state: RunState) -> list[Ended]:
         """What is under way and, unless that was it, the checkpoint of the last step.
 
         Raises RunFailed when that could not be written.
         """
-        ended = [self.finish()]
+        ended = self.finish()
         if state.step > self.newest:
-            ended += [*self.start(state), self.finish()]
-        told = [end for end in ended if end is not None]
+            ended += [*self.start(state), *self.finish()]
         if state.step > self.newest:
-            raise RunFailed(f"the last checkpoint could not be written: {told[-1]}")
-        return told
+            raise RunFailed(f"the last checkpoint could not be written: {self._why}")
+        return ended
 
-    def _why(self, state: RunState, error: Exception) -> str:
+    def _not_written(self, state: RunState, error: Exception) -> str:
+        self._why = self._where(state, error)
+        return f"checkpoint not written, training goes on: {self._why}"
+
+    def _where(self, state: RunState, error: Exception) -> str:
         return f"step {state.step} in {self.folder.root}: {' '.join(str(error).split())}"

@@ -28,9 +28,10 @@ from flexray.driver import Driver, State
 from flexray.errors import UserError
 from flexray.preparation import prepare
 from flexray.profiling import Steps
-from flexray.resume import check_unchanged, locate, run_folder
+from flexray.resume import check_newest, check_unchanged, locate, run_folder
 from flexray.run_directory import RunDirectory
 from flexray.solver.plan import PlanningError
+from flexray.stopping import StopRequest
 
 if TYPE_CHECKING:
     from flexray.actors.loss import TokenLoss
@@ -44,8 +45,9 @@ class TrainResult:
     Attributes:
         path: the run's folder.
         steps: done in all, those before a resume included.
-        loss: of the last step.
-        stopped: it was told to stop before the last step of the config; a checkpoint is there.
+        loss: of the last step trained here; not a number without one.
+        stopped: it was told to stop before the last step of the config; there is a checkpoint of
+            step `steps`, unless that is 0.
     """
 
     path: Path
@@ -105,12 +107,15 @@ class Trainer:
                     f"{self.resume.location}: all {self.config.train.steps} steps are done: for "
                     "more, give a larger train.steps"
                 )
+        # Known to be a place for checkpoints before a run's folder is made.
+        CheckpointFolder.of(self.config, self.config.run.dir / (self.config.run.name or "run"))
         self._profile = Steps.parse(profile) if profile else None
         if self._profile:
             done = self.resume.state.step if self.resume else 0
             self._profile.check(done, self.config.train.steps)
         self._model, self._loss, self._callbacks = model, loss, Callbacks(callbacks)
         self._display = display
+        self._stop = StopRequest()
         self._driver: Driver | None = None
 
     @property
@@ -140,13 +145,14 @@ class Trainer:
 
     def stop(self) -> None:
         """Ends training after the steps under way, with a checkpoint. From any thread."""
-        if self._driver:
-            self._driver.stop.request()
+        self._stop.request()
 
     def _train(self, display: Display) -> TrainResult:
         job = prepare(self.config, self._model, self._loss)
         run = self._directory()
         with run.held():
+            if self.resume:  # it was read before the run was held
+                check_newest(self.resume, self.config, run)
             driver = self._driver = Driver(
                 job,
                 run,
@@ -154,6 +160,7 @@ class Trainer:
                 resume=self.resume,
                 callbacks=self._callbacks,
                 profile=self._profile,
+                stop=self._stop,
             )
             try:
                 driver.train()
@@ -170,12 +177,15 @@ class Trainer:
             return RunDirectory.open(section.dir, str(section.name))
         run = RunDirectory.create(section.dir, section.name)
         folder = CheckpointFolder.of(self.config, run.path)
-        if folder.steps():
-            run.path.rmdir()
-            raise UserError(
-                f"{folder.root}: holds checkpoints of a run of this name: choose another run.name, "
-                "or go on with it by --resume"
-            )
+        try:
+            if folder.steps():
+                raise UserError(
+                    f"{folder.root}: holds checkpoints of a run of this name: choose another "
+                    "run.name, or go on with it by --resume"
+                )
+        except UserError:
+            run.path.rmdir()  # the name stays free
+            raise
         return run
 
 

@@ -142,6 +142,8 @@ def _going_on(trainer: Trainer) -> str:
     run = shlex.quote(str(trainer.path))
     if steps := trainer.checkpoints():
         return f" To go on from step {steps[-1]}: flexray train --resume {run}"
+    if trainer.resume:
+        return f" To go on from step {trainer.resume.state.step}: the same command again"
     return (
         " There is no checkpoint yet. To train again from the start: "
         f"flexray train {run}/config.yaml --set run.name=NEW_NAME"

@@ -33,7 +33,9 @@ def write(folder, step, keep=2, name="shard", **changes):
     fs, path = fsspec.core.url_to_fs(location)
     fs.makedirs(path, exist_ok=True)
     fs.pipe_file(f"{path}/{name}", b"weights")
-    return folder.publish(state(step, **changes), keep)
+    checkpoint = folder.publish(state(step, **changes))
+    folder.prune(keep, step)
+    return checkpoint
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -86,19 +88,40 @@ def test_the_same_step_may_be_written_again(folder):
     assert folder.steps() == [2]
 
 
+def test_the_one_just_written_stays_beside_newer_ones(folder):
+    for step in (8, 9, 4):
+        write(folder, step)
+    assert folder.steps() == [4, 8, 9]
+
+
+def test_a_url_of_this_machine_is_local(tmp_path):
+    folder = CheckpointFolder(f"file://{tmp_path}/all")
+    assert folder.is_local and not CheckpointFolder("memory://all").is_local
+    assert folder.begin(3).endswith("all/step-00000003.unfinished")
+    with folder.token() as path:
+        assert path.parent == tmp_path / "all"
+
+
 def test_what_cannot_be_read_is_one_line(tmp_path):
     folder = CheckpointFolder(str(tmp_path))
     write(folder, 2)
     marker = tmp_path / "step-00000002" / "state.json"
     whole = json.loads(marker.read_text())
     for content, words in {
-        "{": "not the state of a run",
-        json.dumps(whole | {"format": 99}): "format 99, and this FlexRay reads 1",
-        json.dumps({"format": 1}): "not the state of a run",
+        b"{": "not the state of a run",
+        b"\x89PNG\xff": "not the state of a run",
+        json.dumps(whole | {"format": 99}).encode(): "format 99, and this FlexRay reads 1",
+        b'{"format": 1}': "not the state of a run",
     }.items():
-        marker.write_text(content)
+        marker.write_bytes(content)
         with pytest.raises(UserError, match=words):
             folder.newest()
+    marker.unlink()
+    marker.mkdir()
+    with pytest.raises(UserError, match=f"{tmp_path}: cannot read: "):
+        folder.newest()
+    with pytest.raises(UserError, match="checkpoints in ~nobody-here/x: "):
+        CheckpointFolder("~nobody-here/x")
     with pytest.raises(UserError, match="checkpoints in nothing://x"):
         CheckpointFolder("nothing://x")
 

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 from rich.console import Console
 
+from flexray.callbacks import Callbacks
 from flexray.checkpoints import CheckpointFolder
 from flexray.config import Config, load_config
 from flexray.datasets.errors import CorpusError
 from flexray.display import Display
 from flexray.errors import UserError
-from flexray.events import EventLog
+from flexray.events import CheckpointEvent, EventLog
+from flexray.journal import Journal
 from flexray.json_lines import read_json_lines
-from flexray.resume import LEARNED, check_unchanged, cut_logs, learned, locate, with_learned
+from flexray.resume import (
+    LEARNED,
+    check_newest,
+    check_unchanged,
+    cut_logs,
+    learned,
+    locate,
+    with_learned,
+)
 from flexray.run_directory import RunDirectory
 from flexray.solver.cost import CostModel
 from flexray.trainer import Trainer
@@ -83,10 +94,18 @@ def test_every_key_is_decided():
         check_unchanged(saved | {"brand_new": 1}, load_config(None, []))
 
 
-def run_with_checkpoint(tmp_path):
+def test_a_key_that_the_run_did_not_know_had_its_default():
+    saved = load_config(None, []).to_dict()
+    del saved["train"]["betas"], saved["model"]["attention"]
+    check_unchanged(saved, load_config(None, []))
+    with pytest.raises(UserError, match=r"train\.betas was \[0\.9, 0\.95\] and is \[0\.8, 0\.9\]"):
+        check_unchanged(saved, load_config(None, ["train.betas=[0.8, 0.9]"]))
+
+
+def run_with_checkpoint(tmp_path, *settings):
     """A run called `one` with a whole checkpoint of step 4."""
     run = RunDirectory.create(tmp_path / "runs", "one")
-    run.write_config(load_config(None, []))
+    run.write_config(load_config(None, [f"run.dir={tmp_path / 'runs'}", *settings]))
     config = load_config(run.config_path, [])
     folder = CheckpointFolder.of(config, run.path)
     write(folder, 4, config=config.to_dict())
@@ -109,6 +128,10 @@ def test_what_is_not_found_is_one_line(tmp_path):
         locate("empty", tmp_path)
     with pytest.raises(UserError, match="nowhere: neither a run's folder, nor a run in"):
         locate("nowhere", tmp_path)
+    for target in ("~nobody-here/x", "x" * 300):
+        with pytest.raises(UserError) as error:
+            locate(target, tmp_path)
+        assert target in str(error.value) and "\n" not in str(error.value)
 
 
 def test_the_trainer_goes_on_with_the_saved_config(tmp_path):
@@ -137,6 +160,51 @@ def test_other_data_under_the_old_name_are_refused_before_anything_is_written(tm
     with pytest.raises(CorpusError, match="sampler"):  # its cursor is not of these corpora
         Trainer(resume=run.path, display=Display(Console(quiet=True))).train()
     assert {path: path.read_bytes() for path in run.path.iterdir() if path.is_file()} == before
+
+
+@pytest.mark.parametrize("dir", ["null", "shared"])
+def test_an_older_checkpoint_of_a_run_that_has_gone_on_is_refused(tmp_path, dir):
+    """It would take the run's later steps and, once it has a checkpoint, that too."""
+    setting = f"checkpoint.dir={dir if dir == 'null' else tmp_path / dir}"
+    run, folder = run_with_checkpoint(tmp_path, setting)
+    copy = tmp_path / "copy"
+    shutil.copytree(folder.root, copy)
+    write(folder, 8, config=load_config(run.config_path, []).to_dict())
+    elsewhere = f"checkpoint.dir={tmp_path / 'elsewhere'}"
+    for overrides in ([], [elsewhere]):
+        trainer = Trainer(resume=copy, overrides=overrides, display=Display(Console(quiet=True)))
+        with pytest.raises(UserError, match=f"has gone on to step 8 in {folder.root}: ") as error:
+            trainer.train()
+        assert f"--resume {run.path}, or give another run.dir" in str(error.value)
+    assert folder.steps() == [4, 8] and not run.events_path.exists()
+    # In folders of its own, or where the run has gone no further, it may go on.
+    other = Trainer(resume=copy, overrides=[f"run.dir={tmp_path / 'new'}", elsewhere])
+    check_newest(other.resume, other.config, RunDirectory.open(tmp_path / "new", "one"))
+    again = Trainer(resume=run.path)
+    check_newest(again.resume, again.config, run)
+
+
+def test_a_renamed_run_is_found_in_a_shared_folder_of_checkpoints(tmp_path):
+    run, folder = run_with_checkpoint(tmp_path, f"checkpoint.dir={tmp_path / 'shared'}")
+    renamed = run.path.rename(run.path.with_name("renamed"))
+    trainer = Trainer(resume=renamed)
+    assert trainer.resume == folder.newest() and trainer.config.run.name == "renamed"
+    check_newest(trainer.resume, trainer.config, RunDirectory(renamed))
+
+
+def test_the_config_tells_of_a_new_folder_once_a_checkpoint_is_there(tmp_path):
+    run, folder = run_with_checkpoint(tmp_path)
+    trainer = Trainer(resume=run.path, overrides=[f"checkpoint.dir={tmp_path / 'new'}"])
+    display = Display(Console(quiet=True))
+    journal = Journal(trainer.config, run, display, Callbacks(), trainer.resume)
+    with journal:
+        assert locate("one", run.path.parent).location.startswith(folder.root)
+        checkpoint = write(CheckpointFolder.of(trainer.config, run.path), 6)
+        location = checkpoint.location
+        journal.checkpoints(
+            [CheckpointEvent(step=6, location=location, blocked_s=0.0, write_s=0.0)]
+        )
+        assert locate("one", run.path.parent) == checkpoint
 
 
 def test_logs_are_cut_as_if_the_run_had_stopped_at_the_checkpoint(tmp_path):

@@ -29,13 +29,14 @@ def pool(two_nodes, five_texts):
 def test_a_checkpoint_is_published_once_its_step_is_written_down(pool, tmp_path):
     folder = CheckpointFolder(str(tmp_path))
     saver = Saver(pool, folder, keep=1, newest=0)
-    assert saver.poll(5) is None and saver.finish() is None
+    assert saver.poll(5) == saver.finish() == []
     assert saver.start(state(5, counters={})) == []
     deadline = time.monotonic() + 60
     while not (ended := saver.poll(5)):
-        assert saver.poll(4) is None and folder.steps() == []
+        assert saver.poll(4) == [] and folder.steps() == []
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    (ended,) = ended
     assert isinstance(ended, CheckpointEvent) and (ended.step, saver.newest) == (5, 5)
     assert ended.write_s > ended.blocked_s > 0
     found = folder.newest()
@@ -62,11 +63,29 @@ def test_one_that_cannot_be_written_is_told_and_the_last_one_is_an_error(pool, t
     Path(folder.begin(3)).write_text("")
     folder.begin = lambda step: f"{folder.root}/step-{step:08d}.unfinished"
     saver.start(state(3, counters={}))
-    told = saver.finish()
-    assert told.startswith(f"step 3 in {folder.root}: ") and "\n" not in told
+    (told,) = saver.finish()
+    why = f"checkpoint not written, training goes on: step 3 in {folder.root}: "
+    assert told.startswith(why) and "\n" not in told
     with pytest.raises(RunFailed, match="the last checkpoint could not be written: step 3 in"):
         saver.last(state(3, counters={}))
     assert folder.steps() == []
+
+
+def test_an_old_one_that_cannot_be_removed_does_not_spoil_the_new_one(pool, tmp_path):
+    folder = CheckpointFolder(str(tmp_path))
+    saver = Saver(pool, folder, keep=1, newest=0)
+
+    def refuses(path):
+        raise PermissionError(f"{path}: not yours")
+
+    saver.last(state(1, counters={}))
+    saver.start(state(2, counters={}))
+    folder._remove = refuses
+    event, told = saver.finish()
+    assert (event.step, saver.newest, folder.steps()) == (2, 2, [1, 2])
+    assert told.startswith(f"old checkpoints not removed: step 2 in {folder.root}: ")
+    assert "step-00000001: not yours" in told and "\n" not in told
+    assert saver.last(state(2, counters={})) == []
 
 
 def test_one_that_cannot_begin_is_told_too(pool, tmp_path):
@@ -74,7 +93,8 @@ def test_one_that_cannot_begin_is_told_too(pool, tmp_path):
     (tmp_path / "file").write_text("")
     saver = Saver(pool, folder, keep=2, newest=0)
     (told,) = saver.start(state(3, counters={}))
-    assert told.startswith(f"step 3 in {folder.root}: ") and saver.finish() is None
+    assert f"not written, training goes on: step 3 in {folder.root}: " in told
+    assert saver.finish() == []
     with pytest.raises(RunFailed, match="the last checkpoint could not be written: step 3 in"):
         saver.last(state(3, counters={}))
 

@@ -123,7 +123,34 @@ def test_a_config_is_a_mapping_a_path_or_a_config(tmp_path):
         flexray.Trainer({"train": {"steps": object()}})
 
 
-@pytest.mark.parametrize("text", ["0:3", "5:4", "a", "1:2:3", "-1", ""])
+def test_a_place_for_checkpoints_is_checked_before_a_folder_is_made(tmp_path):
+    for setting in ("foo://x", "~nobody-here/x"):
+        overrides = [f"run.dir={tmp_path}", "run.name=a", f"checkpoint.dir={setting}"]
+        with pytest.raises(UserError, match=f"checkpoints in {setting}/a: "):
+            flexray.Trainer(overrides=overrides)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_stop_is_heard_before_the_run_begins(monkeypatch):
+    trainer = flexray.Trainer()
+    trainer.stop()
+    given = []
+
+    class Begins(Exception):
+        pass
+
+    def driver(*args, stop, **keys):
+        given.append(stop.requested)
+        raise Begins
+
+    monkeypatch.setattr("flexray.trainer.prepare", lambda *args: None)
+    monkeypatch.setattr("flexray.trainer.Driver", driver)
+    with pytest.raises(Begins):
+        trainer.train()
+    assert given == [True]
+
+
+@pytest.mark.parametrize("text", ["0:3", "5:4", "a", "1:2:3", "-1", "", "9" * 5000])
 def test_steps_to_profile_are_checked(text):
     from flexray.profiling import Steps
 
