@@ -48,7 +48,9 @@ class Journal:
         self.state = "initializing"
         self._config, self._run, self._display = config, run, display
         self._callbacks = callbacks
-        if resume is None or not run.config_path.exists():
+        # Of a resumed run not before its first checkpoint: the config says where the newest is.
+        self._config_is_due = resume is not None and run.config_path.exists()
+        if not self._config_is_due:
             run.write_config(config)
         lost, self.last_generation = cut_logs(run, self.steps_done)
         self._events, self._plans = EventLog(run.events_path), PlanLog(run.plans_path)
@@ -134,7 +136,9 @@ class Journal:
                 continue
             self._events.write(end)
             self.message(f"checkpoint of step {end.step}: {end.location}")
-            self._run.write_config(self._config)  # only now is the run where a changed one says
+            if self._config_is_due:
+                self._run.write_config(self._config)
+                self._config_is_due = False
 
 
 def describe_data(documents: Mixture) -> Iterator[str]:

@@ -103,8 +103,10 @@ class RunDirectory:
             os.close(folder)
 
     def write_config(self, config: Config) -> None:
-        """Write the resolved config, under this run's name."""
-        self.config_path.write_text(config.named(self.name).to_yaml())
+        """Write the resolved config, under this run's name; others may be reading it."""
+        new = self.config_path.with_name("config.yaml.new")
+        new.write_text(config.named(self.name).to_yaml())
+        new.replace(self.config_path)
 
 
 def _time_stamps() -> Iterator[str]:
