@@ -199,11 +199,11 @@ def _slices(
     step = _slice_rows(batch.num_rows, sum(column.nbytes for column in columns))
     for start in range(0, batch.num_rows, step):
         values, *beside = (column.slice(start, step) for column in columns)
-        read = _messages if part.chosen.kind == "chat" else plain
 
         def where(row: int, at: int = start) -> str:
             return f"{part.source.name}: row {first() + at + row}"
 
+        read = partial(_messages, where=where) if part.chosen.kind == "chat" else plain
         yield Rows(read(values), done, where, *map(read, beside))
 
 
@@ -216,9 +216,15 @@ def plain(values: pa.Array) -> pa.Array:
     return values
 
 
-def _messages(values: pa.Array) -> list[Any]:
+def _messages(values: pa.Array, where: Callable[[int], str]) -> list[Any]:
     """Python values; what Arrow filled in for keys that other messages have is left out."""
-    return [_without_nulls(value) for value in values.to_pylist(maps_as_pydicts="strict")]
+    found: list[Any] = []
+    try:
+        for value in values:
+            found.append(_without_nulls(value.as_py(maps_as_pydicts="strict")))
+    except UnicodeDecodeError:
+        raise CorpusError(f"{where(len(found))}: not UTF-8 text; convert it first") from None
+    return found
 
 
 def _without_nulls(value: Any) -> Any:

@@ -550,6 +550,18 @@ def test_the_row_of_a_table_is_named(tmp_path: Path) -> None:
         annotate([path], tmp_path / "out", str(folder))
 
 
+def test_a_table_that_is_not_utf8(tmp_path: Path) -> None:
+    says = pa.array([b"hi", b"yo", b"hi", b"\xff"]).view(pa.string())
+    roles = pa.array(["user", "assistant"] * 2)
+    messages = pa.StructArray.from_arrays([roles, says], ["role", "content"])
+    chats = pa.ListArray.from_arrays(pa.array([0, 2, 4], pa.int32()), messages)
+    with pa.ipc.new_file(tmp_path / "a.arrow", pa.schema({"messages": chats.type})) as file:
+        file.write(pa.record_batch({"messages": chats}))
+    folder = tokenizer(tmp_path, CHATML)
+    with pytest.raises(CorpusError, match=r"a\.arrow: row 1: not UTF-8 text"):
+        annotate([tmp_path / "a.arrow"], tmp_path / "out", str(folder))
+
+
 @pytest.mark.parametrize(
     ("chat", "says"),
     [
