@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -66,8 +68,13 @@ def export(
     config = load_config(checkpoint.state.config, [])
     if merge and config.model.lora is None:
         raise UserError("--merge: this run trained no adapters (model.lora)")
-    unfinished = out.with_name(f"{out.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    model_type = checkpoint.state.model["model_type"]
+    if merge and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UserError(
+            f"--merge: transformers has no causal language model of type {model_type} to merge the "
+            "adapters into: leave --merge out"
+        )
+    unfinished = out.with_name(f"{out.name}.{uuid4().hex}.unfinished")  # of this export alone
     try:
         unfinished.mkdir(parents=True)
         files = SafetensorsFiles(unfinished, dtype or _master_dtype(config))
@@ -84,8 +91,11 @@ def export(
         unfinished.replace(out)
     except (CheckpointFailed, ModelRefused) as error:
         raise UserError(str(error)) from None
-    except OSError as error:
-        raise UserError(f"{error.filename}: cannot write: {error.strerror}") from None
+    except SafetensorError as error:  # of writing: what reads raises ModelRefused
+        raise UserError(f"{out}: cannot write: {' '.join(str(error).split())}") from None
+    except OSError as error:  # it names no file when the disk is full
+        path = str(error.filename or out).replace(str(unfinished), str(out))
+        raise UserError(f"{path}: cannot write: {error.strerror}") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return exported
@@ -106,10 +116,10 @@ def _parameters(saved: SavedTensors, checkpoint: Checkpoint, config: Config) -> 
 
 
 def _write_config(model: dict[str, Any], files: SafetensorsFiles) -> None:
-    keys = model | {
-        "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model["model_type"]]],
-        "dtype": str(files.dtype).removeprefix("torch."),
-    }
+    keys = model | {"dtype": str(files.dtype).removeprefix("torch.")}
+    # A type of the user's own has none: his class loads the folder.
+    if architecture := MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model["model_type"]):
+        keys["architectures"] = [architecture]
     (files.folder / "config.json").write_text(json.dumps(keys, indent=2) + "\n")
 
 

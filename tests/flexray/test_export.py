@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -64,7 +66,7 @@ def checkpoint_of(folder, hf_config, settings=None, **sections):
         config=load_config(sections, []).to_dict(),
         model=json.loads(hf_config.to_json_string()),
     )
-    return checkpoints.publish(saved, keep=1), parameters
+    return checkpoints.publish(saved), parameters
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -119,6 +121,55 @@ def test_a_folder_that_holds_something_is_left_alone(saved, tmp_path):
     with pytest.raises(UserError, match="gone: no checkpoint"):
         export(gone, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_nothing_beside_the_folder_is_touched(saved, tmp_path):
+    (tmp_path / "out.unfinished").mkdir()
+    (tmp_path / "out.unfinished" / "mine").write_text("")
+    export(saved[1], tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.parent != tmp_path / "out") == [
+        "mine",
+        "out",
+        "out.unfinished",
+    ]
+
+
+def test_a_disk_that_is_full_is_one_line(saved, tmp_path):
+    out = tmp_path / "out"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size in (1000, 0):  # within a file of weights; at once
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+            with pytest.raises(UserError, match=rf"^{re.escape(str(out))}: cannot write: .*large"):
+                export(saved[1], out)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
+
+
+def of_type(checkpoint, model_type, **config):
+    """The checkpoint as a run of a model of another type would have saved it."""
+    changed = checkpoint.state.model | {"model_type": model_type}
+    saved_config = checkpoint.state.config | config
+    return dataclasses.replace(
+        checkpoint, state=dataclasses.replace(checkpoint.state, model=changed, config=saved_config)
+    )
+
+
+def test_a_model_of_ones_own_is_written_for_its_own_class(saved, tmp_path):
+    hf_config, checkpoint, parameters = saved
+    export(of_type(checkpoint, "my_own"), tmp_path / "out")
+    assert "architectures" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    own = type(AutoModelForCausalLM.from_config(hf_config))
+    model = own.from_pretrained(tmp_path / "out", config=hf_config)
+    for key, value in model.named_parameters():
+        assert (value.detach().numpy() == parameters[key]).all(), key
+
+
+def test_adapters_of_a_model_of_ones_own_cannot_be_merged(adapted, tmp_path):
+    with pytest.raises(UserError, match=r"--merge: transformers has no causal .* of type my_own"):
+        export(of_type(adapted[0], "my_own"), tmp_path / "out", merge=True)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_tokenizer_comes_along_where_it_is_known(tmp_path):
