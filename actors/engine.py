@@ -37,7 +37,6 @@ from flexray.actors.work import (
 )
 
 ReadRow = Callable[[int], Tokens]
-COUNTERS = ("updates", "skipped", "skipped_in_a_row")
 
 
 class StaleGeneration(RuntimeError):
@@ -83,8 +82,7 @@ class Engine:
             timeout=timedelta(seconds=settings.timeout_s),
         )
         self.gangs = GangCache(rank, store, self.device, settings.timeout_s, self.watch)
-        self.updates = 0  # made; steps without a label make none
-        self.skipped = self.skipped_in_a_row = 0  # updates not made: the norm was not finite
+        self.updates = 0  # made; none without a label or with a norm that is not finite
         self._ended: float | None = None
         try:
             self.model = self._build()
@@ -179,21 +177,16 @@ class Engine:
                 group["lr"] = self.settings.learning_rate_of(self.updates + 1)
             self.optimizer.step()
             self.updates += 1
-            self.skipped_in_a_row = 0
-        else:
-            self.skipped += 1
-            self.skipped_in_a_row += 1
         self.optimizer.zero_grad()
         return norm
 
     def counters(self) -> dict[str, int]:
         """What a checkpoint keeps beside parameters and optimizer state; same on every rank."""
-        return {name: getattr(self, name) for name in COUNTERS}
+        return {"updates": self.updates}
 
     def set_counters(self, counters: Mapping[str, int]) -> None:
         """Goes on from what `counters` returned. Raises KeyError for a missing one."""
-        for name in COUNTERS:
-            setattr(self, name, counters[name])
+        self.updates = counters["updates"]
 
     def leave(self) -> None:
         """Drops the communicators and leaves the world. The engine is of no use after it."""

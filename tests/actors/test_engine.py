@@ -146,10 +146,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_by_every_rank(bad):
         results, undisturbed, strict=True
     ):
         assert kept
-        assert counters == [
-            {"updates": 1, "skipped": 2, "skipped_in_a_row": 2},
-            {"updates": 2, "skipped": 2, "skipped_in_a_row": 0},
-        ]
+        assert counters == [{"updates": 1}, {"updates": 2}]
         # Nothing is left of the two steps: the third is the one that would have been.
         assert [skipped for skipped, _, _ in reports] == [False, True, True, False]
         assert [reports[0], reports[3]] == right
@@ -158,12 +155,12 @@ def test_a_gradient_that_is_not_finite_is_skipped_by_every_rank(bad):
 
 def counted_again(rank, world, store):
     ours = engine(rank, world, store, BATCH, config(), schedule="linear", steps=10)
-    ours.set_counters({"updates": 7, "skipped": 2, "skipped_in_a_row": 1})
+    ours.set_counters({"updates": 7, "skipped": 2})  # as older checkpoints have it
     counters = ours.counters()
     return counters, step(ours, rank, CommunicatorCache(4), 8).learning_rate
 
 
 def test_counters_that_are_set_move_the_schedule():
     counters, rate = run_world(3, counted_again)[0]
-    assert counters == {"updates": 7, "skipped": 2, "skipped_in_a_row": 1}
+    assert counters == {"updates": 7}
     assert rate == pytest.approx(1e-3 * 0.2)
