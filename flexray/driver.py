@@ -130,13 +130,10 @@ class Driver:
             f"{self.job.parameters:,} parameters in {self.config.train.dtype}, run {self.run.path}"
         )
         check_shared(self.pool, self.checkpoints)
-        cost = self.job.cost(places)
-        self.job.check_longest(cost, places)
+        cost, self.degrees = self.job.checked_on(places)
         self.calibrator = Calibrator(
             with_learned(cost, self.resume.state.learned) if self.resume else cost
         )
-        self.degrees = self.job.degrees(len(places))
-        self.job.check_communicators(self.degrees)
         self.cluster = cluster_of(places)
         self.communicators = CommunicatorCache(self.config.planner.communicators_per_rank)
         tight = self.config.planner.tight_bound

@@ -35,10 +35,7 @@ def dry_run(config: Config, resume: RunState | None, say: Callable[[str], None])
     job.check_device("cuda" if places[0].device_name else "cpu")
     for line in describe_data(job.documents):
         say(line)
-    cost = job.cost(places)
-    job.check_longest(cost, places)
-    degrees = job.degrees(len(places))
-    job.check_communicators(degrees)
+    cost, degrees = job.checked_on(places)
     say(
         f"{len(places)} ranks on {places[0].device_name or 'cpu'}, {job.parameters:,} parameters "
         f"in {config.train.dtype}, sequence-parallel degrees {', '.join(map(str, degrees))}"

@@ -104,7 +104,7 @@ class Prefetch:
     ) -> None:
         """`request` is asked anew for every plan, so that plans follow the newest cost model.
 
-        `tight_bound`: have the bound of every plan tightened behind it, on another core.
+        `tight_bound`: have the bound of every step's plan tightened behind it, on another core.
         """
         self._batches = batches
         self._ahead = ahead
@@ -140,6 +140,6 @@ class Prefetch:
             request = self._request()
             call = plan_remotely.remote(batch.lengths, request)
             bound = None
-            if self._tight_bound:
+            if self._tight_bound and not batch.held_out:
                 bound = bound_remotely.remote(call, batch.lengths, request)
             self._under_way.append((batch, call, bound))

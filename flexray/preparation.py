@@ -54,6 +54,18 @@ class Job:
             )
         return chosen
 
+    def checked_on(self, places: tuple[Place, ...]) -> tuple[CostModel, tuple[int, ...]]:
+        """The costs and degrees that the run starts with on `places`.
+
+        Raises UserError or PlanningError when it cannot run there: what `train` and its dry run
+        both refuse.
+        """
+        cost = self.cost(places)
+        self.check_longest(cost, places)
+        degrees = self.degrees(len(places))
+        self.check_communicators(degrees)
+        return cost, degrees
+
     def check_device(self, device: str) -> None:
         """Raises UserError for an attention backend that cannot run on `device`."""
         wanted, dtype = self.config.model.attention, self.config.train.dtype
