@@ -21,6 +21,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from flexray.config import Config
+from flexray.datasets.locations import is_url
 from flexray.errors import UserError
 
 FORMAT = 1
@@ -88,8 +89,8 @@ class CheckpointFolder:
     def __init__(self, root: str) -> None:
         """`root`: a local folder or an fsspec URL; it need not be there yet."""
         try:
-            is_url = "://" in root
-            self.root = root.rstrip("/") if is_url else str(Path(root).expanduser().absolute())
+            remote = is_url(root)
+            self.root = root.rstrip("/") if remote else str(Path(root).expanduser().absolute())
             self._fs, self._path = fsspec.core.url_to_fs(self.root, use_listings_cache=False)
         except (ImportError, ValueError, RuntimeError) as error:  # the last: ~NOBODY
             raise UserError(f"checkpoints in {root}: {' '.join(str(error).split())}") from None

@@ -14,6 +14,7 @@ from typing import Any
 
 from flexray.checkpoints import Checkpoint, CheckpointFolder
 from flexray.config import Config, load_config
+from flexray.datasets.locations import is_url
 from flexray.errors import UserError
 from flexray.json_lines import JsonLinesWriter, read_json_lines
 from flexray.run_directory import RunDirectory
@@ -48,7 +49,7 @@ def locate(target: str, runs: Path) -> Checkpoint:
     Raises:
         UserError: There is no such run, or it has no whole checkpoint.
     """
-    folder = CheckpointFolder(target) if "://" in target else _named(target, runs)
+    folder = CheckpointFolder(target) if is_url(target) else _named(target, runs)
     newest = folder.newest()
     if newest is None:
         raise UserError(f"{folder.root}: there is no whole checkpoint yet")
@@ -57,7 +58,7 @@ def locate(target: str, runs: Path) -> Checkpoint:
 
 def run_folder(target: str, runs: Path) -> Path | None:
     """The run's own folder, if `target` is one or names one in `runs`."""
-    if "://" in target:
+    if is_url(target):
         return None
     for path in (os.path.expanduser(target), runs / target):  # noqa: PTH111
         # Of os.path: the methods of Path raise for ~NOBODY and for a name that is too long.
