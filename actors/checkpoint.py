@@ -26,6 +26,8 @@ from torch import nn
 from torch.distributed.checkpoint._storage_utils import _storage_setup
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
+from flexray.actors.optimizer import make_state
+
 # Of the ranks' agreement on what is where: the slowest rank's files must be written meanwhile.
 WRITE_TIMEOUT = timedelta(hours=2)
 
@@ -94,14 +96,9 @@ class Checkpointer:
     def _make_optimizer_state(self, keys: set[str]) -> None:
         """AdamW's state for the parameters that had one, as its first step would make it."""
         self._optimizer.state.clear()
-        fused = self._optimizer.defaults.get("fused")
         for name, parameter in self._trained():
             if f"optimizer.{name}.exp_avg" in keys:
-                self._optimizer.state[parameter] = {
-                    "step": torch.zeros((), device=parameter.device if fused else "cpu"),
-                    "exp_avg": torch.zeros_like(parameter.detach()),
-                    "exp_avg_sq": torch.zeros_like(parameter.detach()),
-                }
+                make_state(self._optimizer, parameter)
 
 
 def _saved_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -27,6 +27,16 @@ def adamw(
     )
 
 
+def make_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, updates: int = 0) -> None:
+    """Gives `parameter` the state that AdamW has after `updates` steps, with moments of zero."""
+    device = parameter.device if optimizer.defaults.get("fused") else "cpu"
+    optimizer.state[parameter] = {
+        "step": torch.tensor(float(updates), dtype=torch.float32, device=device),
+        "exp_avg": torch.zeros_like(parameter.detach()),
+        "exp_avg_sq": torch.zeros_like(parameter.detach()),
+    }
+
+
 def clip(parameters: Iterable[nn.Parameter], limit: float) -> float:
     """Scales the gradients so that their global norm is at most `limit`; returns what it was.
 

@@ -141,10 +141,15 @@ def rows_of(parameter: torch.Tensor) -> slice:
     """Which rows (of dim 0) of the whole parameter this rank holds."""
     if not isinstance(parameter, DTensor):
         return slice(None)
-    mesh, total = parameter.device_mesh, parameter.shape[0]
-    size = -(-total // mesh.size(-1))
-    start = min(mesh.get_local_rank(-1) * size, total)
-    return slice(start, min(start + size, total))
+    mesh = parameter.device_mesh
+    return slice(*chunk(parameter.shape[0], mesh.size(-1), mesh.get_local_rank(-1)))
+
+
+def chunk(rows: int, owners: int, owner: int) -> tuple[int, int]:
+    """Start and stop of the rows that `owner` holds, as torch.chunk cuts: the last may get none."""
+    size = -(-rows // owners)
+    start = min(owner * size, rows)
+    return start, min(start + size, rows)
 
 
 def initial_parameters(
