@@ -16,20 +16,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint._storage_utils import _storage_setup
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
 from flexray.actors.optimizer import make_state
+from flexray.actors.rendezvous import new_group
 
 # Of the ranks' agreement on what is where: the slowest rank's files must be written meanwhile.
-WRITE_TIMEOUT = timedelta(hours=2)
+WRITE_TIMEOUT_S = 2 * 3600.0
 
 
 class CheckpointFailed(RuntimeError):
@@ -43,7 +42,7 @@ class Checkpointer:
         self._model, self._optimizer = model, optimizer
         # Files are written while a step's collectives run: the writers agree in a group of their
         # own, on CPUs, as async_save wants it.
-        self._group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
+        self._group = new_group(None, WRITE_TIMEOUT_S, backend="gloo")
         self._under_way: Future[Any] | None = None
 
     def save(self, location: str) -> Callable[[], None]:

@@ -9,24 +9,22 @@ from __future__ import annotations
 import math
 import resource
 import time
-from collections.abc import Callable, Iterable, Mapping
-from datetime import timedelta
-from itertools import chain
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from flexray.actors.attention.backends import choose_backend
 from flexray.actors.attention.ulysses import SequenceParallel
+from flexray.actors.build import build
 from flexray.actors.gang import GangCache
-from flexray.actors.lora import add_adapters, random_adapters
-from flexray.actors.loss import LossModel
+from flexray.actors.host_copy import HostCopy, Layout, entries_of, live_tensors
 from flexray.actors.mesh import parameter_mesh
-from flexray.actors.model import build_on_meta
 from flexray.actors.optimizer import adamw, clip
 from flexray.actors.pack import EMPTY_PACK, Tokens, make_shard
 from flexray.actors.settings import EngineSettings
-from flexray.actors.sharding import fill, initial_parameters, reshard, shard
+from flexray.actors.sharding import reshard
+from flexray.actors.snapshots import Snapshots
 from flexray.actors.timing import Stopwatch
 from flexray.actors.work import (
     EvaluationReport,
@@ -35,6 +33,7 @@ from flexray.actors.work import (
     RankStep,
     StepReport,
 )
+from flexray.actors.world import enter_world, leave_world
 
 ReadRow = Callable[[int], Tokens]
 
@@ -60,10 +59,17 @@ class Engine:
         rank: int,
         world: int,
         device: torch.device | str = "cpu",
+        address: str = "127.0.0.1",
+        buddy: int = 1,
+        kept: Sequence[HostCopy] = (),
     ) -> None:
         """Joins the world of this generation (a collective call) and builds the sharded model.
 
-        `store` is shared by all ranks; every generation has its own prefix in it.
+        store: shared by all ranks; every generation has its own prefix in it.
+        address: of this node, for the rank whose snapshots this one keeps.
+        buddy: rank (rank + buddy) % world keeps this rank's snapshots.
+        kept: host copies of an older generation to go on from. Trained parameters have no values
+            then until they are restored.
         """
         self.settings = settings
         self.read_row = read_row
@@ -71,26 +77,44 @@ class Engine:
         self.device = torch.device(device)
         self.backend = choose_backend(settings.attention, settings.compute_dtype, self.device)
         self.watch = Stopwatch(self.device)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        store = dist.PrefixStore(f"generation{generation}", store)
-        dist.init_process_group(
-            "nccl" if self.device.type == "cuda" else "gloo",
-            store=store,
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=settings.timeout_s),
-        )
-        self.gangs = GangCache(rank, store, self.device, settings.timeout_s, self.watch)
         self.updates = 0  # made; none without a label or with a norm that is not finite
         self._ended: float | None = None
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.store = dist.PrefixStore(f"generation{generation}", store)
+        self.gangs = GangCache(rank, self.store, self.device, settings.timeout_s, self.watch)
+        self._still_s = 0.0  # of the present step: training stood still for snapshots
+        self._left = False
         try:
-            self.model = self._build()
+            began = time.perf_counter()
+            enter_world(self.store, rank, world, self.device, settings.timeout_s)
+            mesh = parameter_mesh(
+                self.device.type,
+                settings.shard_size,
+                generation=generation,
+                timeout_s=settings.timeout_s,
+            )
+            formed = time.perf_counter()
+            self.model = build(settings, mesh, self.device, self.watch, frozen_only=bool(kept))
             self.optimizer = adamw(
                 self.model.parameters(), betas=settings.betas, weight_decay=settings.weight_decay
             )
+            self.layout = Layout(entries_of(self.model.model), mesh.size(-1))
+            self.form_s, self.build_s = formed - began, time.perf_counter() - formed
+            self.snapshots = Snapshots(
+                self.layout,
+                store=self.store,
+                generation=generation,
+                rank=rank,
+                world=world,
+                buddy=buddy,
+                address=address,
+                timeout_s=settings.timeout_s,
+                pinned=self.device.type == "cuda",
+                kept=kept,
+            )
         except BaseException:
-            self.leave()
+            leave_world()
             raise
 
     def run_step(self, work: RankStep) -> StepReport:
@@ -104,10 +128,13 @@ class Engine:
         idle = 0.0 if self._ended is None else started - self._ended
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
+        self._still_s = 0.0
         made = self.gangs.apply(work.changes)
         rate = self.settings.learning_rate_of(self.updates + 1)
         loss, reports = self.accumulate(work)
         norm = self.update() if work.label_tokens else 0.0
+        if self.world > 1 and work.step % self.settings.snapshot_every == 0:
+            self.snapshot(work.step)  # alone in its world a rank has nobody who could need it
         self._ended = time.perf_counter()
         return StepReport(
             step=work.step,
@@ -120,6 +147,7 @@ class Engine:
             micro_steps=tuple(reports),
             new_communicators=made,
             step_ms=(self._ended - started) * 1e3,
+            snapshot_ms=self._still_s * 1e3,
             idle_ms=idle * 1e3,
             peak_memory_mb=self._peak_memory_mb(),
         )
@@ -188,34 +216,40 @@ class Engine:
         """Goes on from what `counters` returned. Raises KeyError for a missing one."""
         self.updates = counters["updates"]
 
-    def leave(self) -> None:
-        """Drops the communicators and leaves the world. The engine is of no use after it."""
-        self.gangs.clear()
-        dist.destroy_process_group()
+    def snapshot(self, step: int) -> None:
+        """Copies the state after `step` to host memory; it is sent while training goes on."""
+        began = time.perf_counter()
+        tensors = live_tensors(self.model.model, self.optimizer)
+        self.snapshots.take(step, self.updates, tensors)
+        self._still_s += time.perf_counter() - began
 
-    def _build(self) -> LossModel:
-        settings = self.settings
-        blueprint = build_on_meta(settings.model, torch.float32, settings.model_factory)
-        own = build_on_meta(settings.model, settings.base_dtype, settings.model_factory)
-        if settings.lora:
-            add_adapters(own, settings.lora, master=settings.master_dtype)
-        model = LossModel(own, settings.loss_chunk, self.watch, settings.token_loss)
-        mesh = parameter_mesh(
-            self.device.type,
-            settings.shard_size,
-            generation=self.generation,
-            timeout_s=settings.timeout_s,
-        )
-        shard(
-            model,
-            mesh,
-            self.watch,
-            compute_dtype=settings.compute_dtype,
-            activation_checkpointing=settings.activation_checkpointing,
-        )
-        tensors = initial_parameters(blueprint, settings.weights, settings.seed)
-        fill(model, self.device, chain(tensors, random_adapters(own, settings.seed)))
-        return model.train()
+    def settle(self, step: int) -> None:
+        """Has the state after `step`, which was the last one, committed everywhere.
+
+        A collective call. Raises CollectiveFailed when a copy could not be replicated.
+        """
+        newest = self.snapshots.newest
+        if newest is None or newest.step != step:
+            self.snapshot(step)
+        self.snapshots.ready()
+        everybody = torch.zeros(1, device=self.device)
+        dist.all_reduce(everybody)
+        everybody.tolist()
+        self.snapshots.commit()
+
+    def leave(self) -> None:
+        """Ends the generation here: its threads, communicators, and all that keeps sockets open.
+
+        Host copies stay (`snapshots.whole()`); the engine is of no other use after it. Safe to call
+        twice.
+        """
+        if self._left:
+            return
+        self._left = True
+        self.snapshots.close()
+        self.gangs.clear()
+        del self.model, self.optimizer
+        leave_world()
 
     def _check_generation(self, work: RankStep) -> None:
         if work.generation != self.generation:
@@ -260,13 +294,20 @@ class Engine:
         return loss, shard.label_tokens, [len(tokens) for tokens, _ in sequences]
 
     def _sum(self, work: RankStep, parts: Iterable[tuple[torch.Tensor, int]]) -> float:
-        """The loss over all micro-steps and ranks. Raises StepMismatch."""
+        """The loss over all micro-steps and ranks: the commit collective of snapshots.py.
+
+        Raises StepMismatch, and CollectiveFailed when a snapshot could not be replicated.
+        """
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for loss, label_tokens in parts:
             sums[0] += loss
             sums[1] += label_tokens
+        began = time.perf_counter()
+        self.snapshots.ready()
+        self._still_s += time.perf_counter() - began
         dist.all_reduce(sums)
-        loss_sum, found = sums.tolist()
+        loss_sum, found = sums.tolist()  # returned on the host: the step before is committed
+        self.snapshots.commit()
         if found != work.label_tokens:
             raise StepMismatch(
                 f"step {work.step}: {work.label_tokens} label tokens were planned and "

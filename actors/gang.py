@@ -1,21 +1,20 @@
 """Gangs: the ranks of a group with a live communicator, built on the fly and cached.
 
 `new_group(use_local_synchronization=True)` hangs once ranks have made different numbers of groups,
-so a gang's communicator is a raw process group under a store prefix of its own. Which ones to make
-and to drop is the driver's decision, the same on every rank: caches that each rank bounds by itself
-diverge, and one member would use a group that another has dropped.
+so a gang's communicator is a raw process group (rendezvous.py) under a name of its own. Which ones
+to make and to drop is the driver's decision, the same on every rank: caches that each rank bounds
+by itself diverge, and one member would use a group that another has dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
-from typing import Any
 
 import torch
-from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo
-from torch.distributed import PrefixStore, Store
+from torch._C._distributed_c10d import ProcessGroup
+from torch.distributed import Store
 
+from flexray.actors.rendezvous import raw_group
 from flexray.actors.timing import Stopwatch
 from flexray.solver.communicators import Change
 
@@ -54,7 +53,7 @@ class GangCache:
         self._rank = rank
         self._store = store
         self._device = device
-        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout_s = timeout_s
         self._watch = watch
         self._gangs: dict[tuple[int, ...], Gang] = {}
 
@@ -87,30 +86,13 @@ class GangCache:
             self._drop(self._gangs.popitem()[1])
 
     def _make(self, ranks: tuple[int, ...], serial: int) -> Gang:
-        name = "-".join(map(str, ranks))
-        store = PrefixStore(f"gang/{name}/{serial}/", self._store)
+        name = f"gang/{'-'.join(map(str, ranks))}/{serial}"
         rank, size = ranks.index(self._rank), len(ranks)
-        group = ProcessGroup(store, rank, size)
-        kind, backend = self._backend(store, rank, size)
-        backend._set_sequence_number_for_group()
-        group._set_default_backend(kind)
-        group._register_backend(self._device, kind, backend)
+        group = raw_group(self._store, name, rank, size, self._device, self._timeout_s)
         # NCCL connects lazily: pay for it now, not inside the first attention.
         warm = torch.zeros(size, device=self._device)
         group.alltoall_base(torch.empty_like(warm), warm, [], []).wait()
         return Gang(ranks, self._rank, group, self._watch)
-
-    def _backend(self, store: Store, rank: int, size: int) -> tuple[Any, Any]:
-        """The kind of the backend, and the backend."""
-        if self._device.type == "cpu":
-            gloo = ProcessGroupGloo(store, rank, size, self._timeout)
-            return ProcessGroup.BackendType.GLOO, gloo
-        # Not in builds of torch without CUDA.
-        from torch._C._distributed_c10d import ProcessGroupNCCL
-
-        options = ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
-        return ProcessGroup.BackendType.NCCL, ProcessGroupNCCL(store, rank, size, options)
 
     def _drop(self, gang: Gang) -> None:
         if self._device.type == "cuda" and gang.group is not None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flexray.actors.model import ModelRefused
+from flexray.actors.rendezvous import new_group
 
 
 def check_shard_size(shard_size: int | None, world: int) -> None:
@@ -35,10 +34,9 @@ def parameter_mesh(
         names = (f"generation{generation}",)
         return init_device_mesh(device_type, (world,), mesh_dim_names=names)
     ranks = torch.arange(world).view(-1, shard_size)
-    timeout = timedelta(seconds=timeout_s)
     # Every rank takes part in making every group. DeviceMesh would make them with its own time-out.
-    replicas = [dist.new_group(column, timeout=timeout) for column in ranks.T.tolist()]
-    shards = [dist.new_group(row, timeout=timeout) for row in ranks.tolist()]
+    replicas = [new_group(column, timeout_s) for column in ranks.T.tolist()]
+    shards = [new_group(row, timeout_s) for row in ranks.tolist()]
     return DeviceMesh.from_group(
         [replicas[rank % shard_size], shards[rank // shard_size]],
         device_type,

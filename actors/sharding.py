@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -68,12 +68,15 @@ def reshard(model: nn.Module) -> None:
 
 
 def fill(
-    model: LossModel, device: torch.device, tensors: Iterator[tuple[str, torch.Tensor]]
+    model: LossModel,
+    device: torch.device,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    skip: Collection[str] = (),
 ) -> None:
     """Gives the sharded `model` memory on `device` and its values, one whole parameter at a time.
 
-    `tensors`: (name in the Hugging Face model, value), every parameter once; tied ones once;
-    adapters by their own names.
+    `tensors`: (name in the Hugging Face model, value), every parameter once, but for those in
+    `skip`, which stay without values; tied ones once; adapters by their own names.
     Persistent buffers may be among them.
     Raises ModelRefused for missing or unknown names and for shapes that differ.
     """
@@ -93,8 +96,9 @@ def fill(
             )
         with torch.no_grad():
             own_rows(place).copy_(value[rows_of(place)] if value.ndim else value)
-    if parameters:
-        raise ModelRefused(f"weights: parameter {next(iter(parameters))} is missing")
+    for name in parameters:
+        if name not in skip:
+            raise ModelRefused(f"weights: parameter {name} is missing")
     for name, buffer in model.model.named_buffers():
         _check_set(model.model, name, buffer)
 
@@ -153,24 +157,31 @@ def chunk(rows: int, owners: int, owner: int) -> tuple[int, int]:
 
 
 def initial_parameters(
-    model: PreTrainedModel, weights: Path | None, seed: int
+    model: PreTrainedModel, weights: Path | None, seed: int, skip: Collection[str] = ()
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """What training starts from: the files of a folder, or random values for `seed`."""
-    return random_parameters(model, seed) if weights is None else saved_parameters(model, weights)
+    if weights is None:
+        return random_parameters(model, seed, skip)
+    return saved_parameters(model, weights, skip)
 
 
-def random_parameters(model: PreTrainedModel, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+def random_parameters(
+    model: PreTrainedModel, seed: int, skip: Collection[str] = ()
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Random values for `model` (on the meta device; not changed) by its own initialiser.
 
-    Each module draws from a stream that its name and the seed decide, so that a parameter is the
-    same whatever the world size, and only one module's parameters are in memory at a time.
+    Of all parameters but those in `skip`. Each module draws from a stream that its name and the
+    seed decide, so that a parameter is the same whatever the world size, and only one module's
+    parameters are in memory at a time.
     """
     seen: set[int] = set()
     for name, module in model.named_modules():
         own = [(n, p) for n, p in module.named_parameters(recurse=False) if id(p) not in seen]
+        seen.update(id(p) for _, p in own)
+        prefix = f"{name}." if name else ""
+        own = [(n, p) for n, p in own if prefix + n not in skip]
         if not own:
             continue
-        seen.update(id(p) for _, p in own)
         twin = copy.deepcopy(module) if not list(module.children()) else _without_children(module)
         twin.to_empty(device="cpu", recurse=False)
         for parameter in twin.parameters(recurse=False):
@@ -179,14 +190,15 @@ def random_parameters(model: PreTrainedModel, seed: int) -> Iterator[tuple[str, 
             torch.manual_seed(stream(seed, name))
             model._init_weights(twin)
         for parameter_name, _ in own:
-            full_name = f"{name}.{parameter_name}" if name else parameter_name
             value = getattr(twin, parameter_name).detach()
-            _check_set(model, full_name, value)
-            yield full_name, value
+            _check_set(model, prefix + parameter_name, value)
+            yield prefix + parameter_name, value
 
 
-def saved_parameters(model: PreTrainedModel, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The values in the weights of a Hugging Face folder, memory-mapped.
+def saved_parameters(
+    model: PreTrainedModel, folder: Path, skip: Collection[str] = ()
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The values in the weights of a Hugging Face folder but those in `skip`, memory-mapped.
 
     Raises ModelRefused when there are none or a file cannot be read.
     """
@@ -196,7 +208,7 @@ def saved_parameters(model: PreTrainedModel, folder: Path) -> Iterator[tuple[str
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                    if name not in tied:
+                    if name not in tied and name not in skip:
                         yield name, tensors.get_tensor(name)
         except SafetensorError as error:
             raise ModelRefused(f"{file}: cannot read: {' '.join(str(error).split())}") from None

@@ -56,6 +56,7 @@ class StepReport:
     micro_steps: tuple[MicroReport, ...]
     new_communicators: int
     step_ms: float
+    snapshot_ms: float  # of step_ms: the copy to host memory, and the wait for the last one's way
     idle_ms: float  # between the end of the last step or evaluation here and the start of this one
     peak_memory_mb: float
 
