@@ -52,12 +52,16 @@ class Checkpointer:
         waits until every rank has written its part; it raises CheckpointFailed, on all of them, if
         one could not.
         """
-        if self._under_way is not None:
-            self._under_way.exception()
+        self.finish()
         self._under_way = written = _future(
             dcp.async_save(self._state(), checkpoint_id=location, process_group=self._group)
         )
         return lambda: _wait(written)
+
+    def finish(self) -> None:
+        """Waits for what is still being written here, however that ends."""
+        if self._under_way is not None:
+            self._under_way.exception()
 
     def load(self, location: str) -> None:
         """Takes over what a world of any size has saved. A collective call.

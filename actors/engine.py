@@ -61,6 +61,7 @@ class Engine:
         device: torch.device | str = "cpu",
         address: str = "127.0.0.1",
         buddy: int = 1,
+        restoring: bool = False,
         kept: Sequence[HostCopy] = (),
     ) -> None:
         """Joins the world of this generation (a collective call) and builds the sharded model.
@@ -68,8 +69,8 @@ class Engine:
         store: shared by all ranks; every generation has its own prefix in it.
         address: of this node, for the rank whose snapshots this one keeps.
         buddy: rank (rank + buddy) % world keeps this rank's snapshots.
-        kept: host copies of an older generation to go on from. Trained parameters have no values
-            then until they are restored.
+        restoring: trained parameters get no values, since they are to be written next.
+        kept: host copies of an older generation, held until this one's first commit.
         """
         self.settings = settings
         self.read_row = read_row
@@ -95,7 +96,7 @@ class Engine:
                 timeout_s=settings.timeout_s,
             )
             formed = time.perf_counter()
-            self.model = build(settings, mesh, self.device, self.watch, frozen_only=bool(kept))
+            self.model = build(settings, mesh, self.device, self.watch, frozen_only=restoring)
             self.optimizer = adamw(
                 self.model.parameters(), betas=settings.betas, weight_decay=settings.weight_decay
             )

@@ -16,6 +16,7 @@ import ray
 import torch.distributed as dist
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
+from flexray.actors.seat import Initial, Seat
 from flexray.actors.settings import EngineSettings
 from flexray.actors.work import EvaluationReport, RankStep, StepReport
 from flexray.actors.worker import Place, Worker
@@ -102,8 +103,11 @@ class Pool:
         Raises PoolError when an actor dies or does not join in time.
         """
         places = self.places()
+        world, port = len(places), self._store.port
         joins = [
-            worker.join.remote(number, rank, len(places), self._host, self._store.port)
+            worker.join.remote(
+                Seat(number, rank, world, world, self._host, port, buddy=1, origin=Initial())
+            )
             for rank, worker in enumerate(self._workers)
         ]
         self.wait(joins, "join")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from queue import Queue
+from typing import TypeVar
 
 import psutil
 import ray
@@ -20,11 +21,22 @@ import torch
 import torch.distributed as dist
 
 from flexray.actors.checkpoint import Checkpointer, CheckpointFailed
-from flexray.actors.engine import Engine, StaleGeneration
+from flexray.actors.engine import Engine, StaleGeneration, StepMismatch
+from flexray.actors.host_copy import HostCopy, tensors_to_restore
+from flexray.actors.model import ModelRefused
 from flexray.actors.profile import Profile
+from flexray.actors.rendezvous import CollectiveFailed, meet, raw_group
+from flexray.actors.reshard import CorruptState, Moved, restore
+from flexray.actors.seat import Copies, Holding, JoinReport, Saved, Seat
 from flexray.actors.settings import EngineSettings
 from flexray.actors.work import EvaluationReport, RankStep, StepReport
+from flexray.actors.world import leave_world
 from flexray.datasets.data_source import DataSource
+
+T = TypeVar("T")
+
+# They say what is wrong with what was asked; the generation is as good as before.
+REFUSALS = (StaleGeneration, StepMismatch, ModelRefused, CheckpointFailed)
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,7 @@ class Worker:
         self.documents = data.open()
         self.engine: Engine | None = None
         self.checkpointer: Checkpointer | None = None
+        self.copies: list[HostCopy] = []  # whole ones, while there is no engine
         self.being_written: Queue[Callable[[], None]] = Queue()
 
     @ray.method(concurrency_group="control")
@@ -89,40 +102,63 @@ class Worker:
         """Whether there is such a file where this process runs."""
         return Path(path).exists()
 
+    @ray.method(concurrency_group="control")
+    def pulse(self) -> None:
+        """Answers as long as this process runs."""
+
     @ray.method(concurrency_group="train")
-    def join(self, generation: int, rank: int, world: int, host: str, port: int) -> None:
-        """Becomes `rank` of `world` in a new generation; returns when all have joined."""
-        timeout = timedelta(seconds=self.settings.timeout_s)
-        store = dist.TCPStore(host, port, is_master=False, timeout=timeout)
-        self.engine = Engine(
-            self.settings,
-            self.documents.read,
-            store=store,
-            generation=generation,
-            rank=rank,
-            world=world,
-            device=self.device,
-        )
-        self.checkpointer = Checkpointer(self.engine.model.model, self.engine.optimizer)
+    def join(self, seat: Seat) -> JoinReport:
+        """Takes a seat in a new generation; returns when the state to go on from is there.
+
+        A leaver only serves its host copies. Raises ModelRefused, CheckpointFailed, CorruptState,
+        and CollectiveFailed.
+        """
+        return self._together(lambda: self._join(seat))
 
     @ray.method(concurrency_group="train")
     def step(self, work: RankStep) -> StepReport:
-        """Runs this rank's part of one step."""
-        return self._joined().run_step(work)
+        """Runs this rank's part of one step.
+
+        Raises StaleGeneration and StepMismatch, and CollectiveFailed for whatever else goes wrong;
+        then this process has left the generation and keeps its host copies. So do `evaluate`,
+        `settle` and `save`.
+        """
+        return self._together(lambda: self._joined().run_step(work))
 
     @ray.method(concurrency_group="train")
     def evaluate(self, work: RankStep) -> EvaluationReport:
         """Runs this rank's part of a forward pass without training."""
-        return self._joined().evaluate(work)
+        return self._together(lambda: self._joined().evaluate(work))
+
+    @ray.method(concurrency_group="train")
+    def settle(self, step: int) -> None:
+        """Has the state after `step`, the last one, committed; waits for what is being written."""
+
+        def settle() -> None:
+            self._joined().settle(step)
+            if self.checkpointer is not None:
+                self.checkpointer.finish()
+
+        self._together(settle)
+
+    @ray.method(concurrency_group="train")
+    def leave(self) -> tuple[Holding, ...]:
+        """Ends the generation here, if there is one, and tells which whole copies are left."""
+        self._leave()
+        return tuple(copy.holding for copy in self.copies if copy.holding is not None)
 
     @ray.method(concurrency_group="train")
     def save(self, location: str) -> SaveReport:
         """Copies the training state and begins to write it; `written` tells how that ended."""
         began = time.perf_counter()
-        counters = self._joined().counters()
-        assert self.checkpointer is not None
-        self.being_written.put(self.checkpointer.save(location))
-        return SaveReport(counters, time.perf_counter() - began)
+
+        def save() -> dict[str, int]:
+            counters = self._joined().counters()
+            assert self.checkpointer is not None
+            self.being_written.put(self.checkpointer.save(location))
+            return counters
+
+        return SaveReport(self._together(save), time.perf_counter() - began)
 
     @ray.method(concurrency_group="storage")
     def written(self) -> str:
@@ -136,10 +172,7 @@ class Worker:
     @ray.method(concurrency_group="train")
     def load(self, location: str, counters: dict[str, int]) -> None:
         """Goes on from a checkpoint. Raises CheckpointFailed."""
-        engine = self._joined()
-        assert self.checkpointer is not None
-        self.checkpointer.load(location)
-        engine.set_counters(counters)
+        self._together(lambda: self._load(location, counters))
 
     @ray.method(concurrency_group="train")
     def start_profile(self) -> None:
@@ -151,7 +184,118 @@ class Worker:
         """The trace since `start_profile`, as Chrome's JSON."""
         return self.profile.stop()
 
+    def _join(self, seat: Seat) -> JoinReport:
+        self._leave()
+        origin = seat.origin
+        self.copies = [
+            copy
+            for copy in self.copies
+            if isinstance(origin, Copies)
+            and copy.tag is not None
+            and copy.tag[:2] == (origin.generation, origin.step)
+        ]
+        began = time.perf_counter()
+        limit = self.settings.timeout_s
+        root = dist.TCPStore(
+            seat.host, seat.port, is_master=False, timeout=timedelta(seconds=limit)
+        )
+        store = dist.PrefixStore(f"generation{seat.generation}", root)
+        group = None
+        if isinstance(origin, Copies):
+            cpu = torch.device("cpu")
+            group = raw_group(store, "transfer", seat.rank, seat.participants, cpu, limit)
+        if seat.rank < seat.world:
+            self.engine = Engine(
+                self.settings,
+                self.documents.read,
+                store=root,
+                generation=seat.generation,
+                rank=seat.rank,
+                world=seat.world,
+                device=self.device,
+                address=ray.util.get_node_ip_address(),
+                buddy=seat.buddy,
+                restoring=isinstance(origin, Copies),
+                kept=self.copies,
+            )
+            meet(store, "checkpointer", seat.rank, seat.world, limit)
+            self.checkpointer = Checkpointer(self.engine.model.model, self.engine.optimizer)
+        built = time.perf_counter()
+        moved = Moved(0, 0, 0, 0.0)
+        if isinstance(origin, Copies):
+            meet(store, "restore", seat.rank, seat.participants, limit)
+            moved = self._restore(origin, seat, group)
+        elif isinstance(origin, Saved):
+            self._load(origin.location, origin.counters)
+        if self.engine is not None and seat.world > 1:
+            self.engine.snapshot(origin.step)  # what a failure in the very first step goes back to
+        build_s = self.engine.build_s if self.engine else 0.0
+        copies = self.engine.snapshots.nbytes if self.engine else sum(c.nbytes for c in self.copies)
+        return JoinReport(
+            form_s=built - began - build_s,
+            build_s=build_s,
+            restore_s=time.perf_counter() - built,
+            sent_mb=moved.sent / 2**20,
+            received_mb=moved.received / 2**20,
+            copies_mb=copies / 2**20,
+        )
+
+    def _load(self, location: str, counters: dict[str, int]) -> None:
+        engine = self._joined()
+        assert self.checkpointer is not None
+        self.checkpointer.load(location)
+        engine.set_counters(counters)
+
+    def _restore(self, origin: Copies, seat: Seat, group: object) -> Moved:
+        copies = {copy.owner: copy for copy in self.copies}
+        if self.engine is None:
+            entries, tensors = next(iter(copies.values())).layout.entries, {}
+            owners = self.settings.shard_size or seat.world
+        else:
+            model, optimizer = self.engine.model.model, self.engine.optimizer
+            entries, owners = self.engine.layout.entries, self.engine.layout.owners
+            tensors = tensors_to_restore(model, optimizer, origin.updates)
+            self.engine.set_counters({"updates": origin.updates})
+        return restore(
+            copies,
+            tensors,
+            entries,
+            origin,
+            group=group,
+            rank=seat.rank,
+            world=seat.world,
+            owners=owners,
+        )
+
+    def _together(self, call: Callable[[], T]) -> T:
+        """What the ranks do at once. When it fails nothing here keeps the others waiting."""
+        try:
+            return call()
+        except REFUSALS:
+            raise
+        except Exception as error:
+            failure = _plain(error)
+            error.__traceback__ = None  # its frames pin tensors, works and groups
+        if self.engine is None:
+            leave_world()  # half-way into it
+        self._leave()
+        raise failure
+
+    def _leave(self) -> None:
+        engine, self.engine, self.checkpointer = self.engine, None, None
+        if engine is not None:
+            engine.leave()
+            self.copies = engine.snapshots.whole()
+
     def _joined(self) -> Engine:
         if self.engine is None:
             raise StaleGeneration("work before this actor joined a generation")
         return self.engine
+
+
+def _plain(error: Exception) -> Exception:
+    """The error in one line, without what it refers to."""
+    text = " ".join(str(error).split())
+    if isinstance(error, CollectiveFailed | CorruptState):
+        return type(error)(text)
+    return CollectiveFailed(f"{type(error).__name__}: {text}")
