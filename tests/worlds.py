@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any
 
@@ -20,10 +20,17 @@ _context.set_forkserver_preload(
 )
 
 
-def run_world(world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list:
+def run_world(
+    world: int,
+    function: Callable[..., Any],
+    *args: Any,
+    dying: Collection[int] = (),
+    timeout_s: float = 120,
+) -> list:
     """`function(rank, world, store, *args)` in `world` processes; results in rank order.
 
-    `function` must be importable. Raises AssertionError with the traceback of a rank that failed.
+    `function` must be importable. Ranks in `dying` must be killed; their result is None. Raises
+    AssertionError with the traceback of a rank that failed.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
@@ -40,7 +47,13 @@ def run_world(world: int, function: Callable[..., Any], *args: Any, timeout_s: f
         results = []
         for rank, pipe in enumerate(pipes):
             assert pipe.poll(timeout_s), f"rank {rank} of {world} gave no result in {timeout_s} s"
-            ok, result = pipe.recv()
+            try:
+                ok, result = pipe.recv()
+            except EOFError:
+                assert rank in dying, f"rank {rank} of {world} died"
+                results.append(None)
+                continue
+            assert rank not in dying, f"rank {rank} of {world} was to die"
             assert ok, f"rank {rank} of {world}:\n{result}"
             results.append(result)
         return results
