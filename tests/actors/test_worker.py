@@ -1,0 +1,202 @@
+"""The worker over many generations, without Ray: real processes that die, swap ranks, leave, join.
+
+Whatever happens, the losses are those of a run in which nothing did.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from flexray.actors.lora import Lora
+from flexray.actors.membership import newest_copies
+from flexray.actors.rendezvous import CollectiveFailed
+from flexray.actors.seat import Initial, Seat
+from flexray.actors.settings import EngineSettings
+from flexray.actors.worker import Worker
+from flexray.solver.communicators import CommunicatorCache
+from tests.actors.models import config, label_tokens, sequences, work_of
+from tests.worlds import run_world
+
+BATCH = sequences([40, 9, 23, 5, 17, 31, 2, 60])
+MODEL = config("qwen3", head_dim=4, tie_word_embeddings=True)
+SETTINGS = {"dtype": "float64", "timeout_s": 60, "schedule": "cosine", "steps": 60}
+
+
+class Rows:
+    """A data source of `BATCH`."""
+
+    def open(self):
+        return self
+
+    def read(self, row):
+        return BATCH[row]
+
+
+class Member:
+    """One process of a run, which plays its part of the driver's too."""
+
+    def __init__(self, number, store, **settings):
+        plain = Worker.__ray_metadata__.modified_class  # as Ray runs it
+        keys = {"model": MODEL} | SETTINGS | settings
+        self.worker = plain(EngineSettings(**keys), Rows(), "cpu")
+        self.number, self.store = number, store
+        self.members, self.generation, self.step = (), -1, 0
+        self.owners, self.losses = {}, {}
+        self.size = settings.get("shard_size")
+
+    @property
+    def rank(self):
+        return self.members.index(self.number)
+
+    def begin(self, members):
+        self.join(members, members, Initial())
+
+    def join(self, members, participants, origin):
+        self.generation += 1
+        self.members = tuple(members)
+        self.owners[self.generation] = self.size or len(members)
+        self.step = origin.step
+        self.communicators = CommunicatorCache(16)
+        return self.worker.join(
+            Seat(
+                generation=self.generation,
+                rank=participants.index(self.number),
+                world=len(members),
+                participants=len(participants),
+                host=self.store.host,
+                port=self.store.port,
+                buddy=1,
+                origin=origin,
+            )
+        )
+
+    def train(self, until):
+        world = len(self.members)
+        groups = [((r,), tuple(range(r, len(BATCH), world))) for r in range(world)]
+        if world > 1:  # a gang
+            groups = [((0, 1), tuple(range(len(BATCH))))]
+        while self.step < until:
+            work = work_of(
+                self.rank,
+                [groups],
+                label_tokens(BATCH),
+                self.communicators,
+                step=self.step + 1,
+                generation=self.generation,
+            )
+            self.losses[self.step + 1] = self.worker.step(work).loss
+            self.step += 1
+
+    def move(self, members, among):
+        """To a generation of `members`, from the newest state that `among` hold."""
+        held = self.worker.leave()
+        name = f"holdings/{self.generation + 1}"
+        self.store.set(f"{name}/{self.number}", pickle.dumps((held, self.owners)))
+        self.store.wait([f"{name}/{other}" for other in among])
+        found = {n: pickle.loads(self.store.get(f"{name}/{n}")) for n in among}
+        participants = [*members, *(n for n in among if n not in members)]
+        owners = found[among[0]][1]
+        holdings = {n: h for n, (h, _) in found.items()}
+        self.owners = dict(owners)
+        self.generation = max(owners)
+        origin = newest_copies(holdings, owners, participants)
+        assert origin is not None, holdings
+        return self.join(members, participants, origin)
+
+
+def open_things():
+    return tuple(len(list(Path(f"/proc/self/{kind}").iterdir())) for kind in ("fd", "task"))
+
+
+def undisturbed(rank, world, store, settings):
+    member = Member(rank, store, **settings)
+    member.begin(range(world))
+    member.train(12)
+    member.worker.leave()
+    return member.losses
+
+
+@pytest.fixture(scope="module")
+def losses():
+    return run_world(2, undisturbed, {})[0]
+
+
+def swapping(rank, world, store, generations):
+    """Every generation the processes swap ranks."""
+    member = Member(rank, store)
+    member.begin(range(world))
+    member.train(2)
+    counts = []
+    for number in range(1, generations):
+        until = 2 + number // 3
+        member.train(until)
+        member.worker.settle(member.step)
+        members = [(r + number) % world for r in range(world)]
+        member.move(members, range(world))
+        counts.append(open_things())
+    member.train(12)
+    member.worker.leave()
+    counts.append(open_things())
+    return member.losses, counts
+
+
+def test_thirty_generations_of_swapped_ranks_leave_nothing_and_train_as_one(losses):
+    for found, counts in run_world(2, swapping, 30):
+        assert found == losses  # bit for bit
+        descriptors, threads = counts[4]
+        assert all(d <= descriptors and t <= threads for d, t in counts[5:]), counts
+        assert counts[-1][0] < descriptors and counts[-1][1] < threads
+
+
+def killed(rank, world, store, settings):
+    """3 ranks; rank 1 is killed in a backward pass. Then 2, and, when a new one has come, 3 again.
+
+    The process of rank 3 waits until then.
+    """
+    member = Member(rank, store, **settings)
+    freed = None
+    if rank < 3:
+        member.begin(range(3))
+        member.train(4)
+        if rank == 1:
+            layer = member.worker.engine.model.layers[0]
+            layer.register_full_backward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        began = time.perf_counter()
+        with pytest.raises(CollectiveFailed) as failure:
+            member.train(8)
+        freed = time.perf_counter() - began
+        assert "\n" not in str(failure.value) and member.worker.engine is None
+        report = member.move((0, 2), (0, 2))
+        assert member.step in (3, 4) and report.copies_mb > 0
+        member.train(7)
+        member.worker.settle(7)
+    else:
+        member.generation = 1
+    member.move((0, 2, 3), (0, 2, 3))
+    member.train(9)
+    member.worker.settle(9)
+    # Process 0 leaves, and serves what it has.
+    member.move((3, 2), (0, 2, 3))
+    if rank != 0:
+        member.train(12)
+    held = member.worker.leave()
+    return member.losses, freed, len(held)
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora": Lora(3, 12.0)}], ids=["all", "adapters"])
+def test_a_run_goes_on_after_a_kill_and_takes_in_and_lets_go_of_processes(settings):
+    right = run_world(2, undisturbed, settings)[0]
+    results = run_world(4, killed, settings, dying=[1])
+    for rank in (0, 2, 3):
+        losses, freed, held = results[rank]
+        assert held >= 1
+        assert {step: pytest.approx(right[step], rel=1e-12) for step in losses} == losses
+        assert freed is None or freed < 30  # of a time-out of 60 s
+    assert sorted(results[2][0]) == list(range(1, 13))
+    assert results[0][0].keys() == set(range(1, 10)) and results[3][0].keys() == {8, 9, 10, 11, 12}
