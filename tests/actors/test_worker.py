@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from flexray.actors.engine import StaleGeneration
 from flexray.actors.lora import Lora
 from flexray.actors.membership import newest_copies
 from flexray.actors.rendezvous import CollectiveFailed
-from flexray.actors.seat import Initial, Seat
+from flexray.actors.seat import Initial, Saved, Seat
 from flexray.actors.settings import EngineSettings
 from flexray.actors.worker import Worker
 from flexray.solver.communicators import CommunicatorCache
@@ -200,3 +201,75 @@ def test_a_run_goes_on_after_a_kill_and_takes_in_and_lets_go_of_processes(settin
         assert freed is None or freed < 30  # of a time-out of 60 s
     assert sorted(results[2][0]) == list(range(1, 13))
     assert results[0][0].keys() == set(range(1, 10)) and results[3][0].keys() == {8, 9, 10, 11, 12}
+
+
+def one_fails(rank, world, store):
+    """Rank 1 cannot read a row in step 3; all processes live, and go on in a new generation."""
+    member = Member(rank, store)
+    member.begin(range(world))
+    member.train(2)
+    if rank == 1:
+        member.worker.engine.read_row = {}.__getitem__
+    with pytest.raises(CollectiveFailed) as failure:
+        member.train(3)
+    with pytest.raises(StaleGeneration):
+        member.train(3)
+    member.move(range(world), range(world))
+    assert member.step == 2
+    member.train(4)
+    member.worker.leave()
+    return str(failure.value), member.losses
+
+
+def test_an_error_on_one_rank_ends_the_step_on_all(losses):
+    results = run_world(3, one_fails)
+    assert results[1][0].startswith("KeyError: ")
+    for _, found in results:
+        assert found == {step: pytest.approx(losses[step], rel=1e-12) for step in (1, 2, 3, 4)}
+
+
+def shards(rank, world, store):
+    """Two pairs of replicas; one of each pair is killed, and two ranks are left of four."""
+    member = Member(rank, store, shard_size=2)
+    member.begin(range(world))
+    member.train(3)
+    if rank in (1, 2):
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CollectiveFailed):
+        member.train(4)
+    report = member.move((3, 0), (0, 3))
+    member.train(5)
+    member.worker.leave()
+    return member.losses, report.sent_mb
+
+
+def test_replicas_restore_from_one_anothers_copies(losses):
+    results = run_world(4, shards, dying=[1, 2])
+    for rank in (0, 3):
+        found, sent = results[rank]
+        assert found == {step: pytest.approx(losses[step], rel=1e-12) for step in range(1, 6)}
+        assert sent > 0  # they have swapped ranks
+
+
+def from_a_checkpoint(rank, world, store, folder):
+    """Saves after 3 steps, trains on, and goes back to it in a new generation."""
+    member = Member(rank, store)
+    member.begin(range(world))
+    member.train(3)
+    counters = member.worker.save(str(folder)).counters
+    member.train(5)
+    member.worker.settle(5)
+    assert member.worker.written() == ""  # settling waited for it
+    member.join(range(world), range(world), Saved(str(folder), 3, counters))
+    held = {(h.generation, h.step) for h in member.worker.leave()}
+    member.join(range(world), range(world), Saved(str(folder), 3, counters))
+    before = member.losses.copy()
+    member.train(5)
+    member.worker.leave()
+    return held, before, member.losses
+
+
+def test_a_generation_starts_from_a_checkpoint_and_drops_older_copies(tmp_path):
+    for held, before, again in run_world(2, from_a_checkpoint, tmp_path / "step-3"):
+        assert held == {(1, 3)}
+        assert before == again  # bit for bit
