@@ -9,6 +9,8 @@ import pytest
 # Ray's local token file would be wanted by every later `ray start` on the machine.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 os.environ.setdefault("WANDB_MODE", "offline")
+# Ray runs its workers at nice 15: on a machine that does much else they would not get to start.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +25,17 @@ def two_nodes():
     ray.init(address=cluster.address, log_to_driver=False)
     yield cluster
     ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="session")
+def ray_address():
+    """Of a Ray with 8 CPUs, for runs that need none of their own: to start one takes seconds."""
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 8, "num_gpus": 0, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    yield cluster.address
     cluster.shutdown()
 
 

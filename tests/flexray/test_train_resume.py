@@ -12,10 +12,10 @@ import torch
 
 from flexray.actors.checkpoint import SavedTensors
 from flexray.resume import locate
-from tests.flexray.runs import SMALL, events, finish, start
-from tests.flexray.test_tracking import records
+from tests.flexray.runs import SMALL, environment, events, finish, start
+from tests.flexray.test_tracking import read_records
 
-# Several whole runs, each with a Ray of its own: seconds, but for a machine that does much else.
+# Several whole runs: seconds each, but for a machine that does much else.
 pytestmark = pytest.mark.timeout(600)
 
 STEPS, KILLED_AFTER, EVERY = 11, 8, 3
@@ -47,16 +47,17 @@ Trainer({{"run": {{"dir": sys.argv[1], "name": "killed"}}}}, callbacks=[Kill()],
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(tmp_path_factory, ray_address):
     """`whole`, never stopped; and `killed`, by SIGKILL, with copies to go on from."""
     folder = tmp_path_factory.mktemp("runs")
-    code, output = finish(start(folder, "run.name=whole", *SETTINGS, small=False))
+    code, output = finish(start(folder, "run.name=whole", *SETTINGS, small=False, ray=ray_address))
     assert code == 0, output
     done = subprocess.run(
         [sys.executable, "-c", KILLS_ITSELF, folder, *SETTINGS],
         capture_output=True,
         text=True,
         timeout=150,
+        env=environment(ray_address),
     )
     assert done.returncode == -9, done.stderr
     assert [e["step"] for e in events(folder / "killed", "step")] == list(
@@ -66,8 +67,12 @@ def runs(tmp_path_factory):
     return folder
 
 
-def resume(target, *settings):
-    return finish(start(None, *settings, small=False, resume=target))
+@pytest.fixture
+def resume(ray_address):
+    def go_on(target, *settings):
+        return finish(start(None, *settings, small=False, resume=target, ray=ray_address))
+
+    return go_on
 
 
 def tensors(run):
@@ -80,7 +85,7 @@ def curve(run, kind="step"):
     return [event["loss"] for event in events(run, kind)]
 
 
-def test_after_sigkill_of_the_driver_it_is_bit_equal_to_a_run_that_was_not_stopped(runs):
+def test_after_sigkill_of_the_driver_it_is_bit_equal_to_a_run_that_was_not_stopped(runs, resume):
     whole, killed = runs / "whole", runs / "killed"
     newest = max((killed / "checkpoints").glob("step-*/state.json")).parent
     saved = int(newest.name.removeprefix("step-"))
@@ -110,7 +115,8 @@ def test_after_sigkill_of_the_driver_it_is_bit_equal_to_a_run_that_was_not_stopp
 
 def test_lower_steps_dropped(runs):
     """wandb#4482, #9449: a resume is the same W&B run, and its steps have an axis of their own."""
-    found = records(runs / "killed", runs=1)  # the killed one has no end
+    found = list(read_records(runs / "killed"))
+    (_,) = [r for r in found if r.HasField("exit")]  # the killed one has no end
     ids = {r.run.run_id for r in found if r.HasField("run")}
     assert ids == {(runs / "killed" / "wandb_run_id").read_text().strip()}
     steps = [
@@ -124,7 +130,7 @@ def test_lower_steps_dropped(runs):
     assert len(list((runs / "killed" / "wandb").glob("offline-run-*"))) == 2
 
 
-def test_from_a_url_on_another_world_the_losses_and_rows_are_the_same(runs):
+def test_from_a_url_on_another_world_the_losses_and_rows_are_the_same(runs, resume):
     """All that is left of the run are its checkpoints; the new ones go to a URL too."""
     checkpoints, url = runs / "moved" / "checkpoints", f"file://{runs}/url"
     steps = sorted(int(p.name.removeprefix("step-")) for p in checkpoints.glob("step-????????"))
@@ -144,7 +150,7 @@ def test_from_a_url_on_another_world_the_losses_and_rows_are_the_same(runs):
     assert newest.location == f"{url}/killed/step-{STEPS:08d}"
 
 
-def test_what_must_not_change_is_one_line(runs):
+def test_what_must_not_change_is_one_line(runs, resume):
     for setting, words in {
         "train.betas=[0.8, 0.9]": "train.betas was [0.9, 0.95] and is [0.8, 0.9]",
         "train.steps=11": "all 11 steps are done",
