@@ -78,9 +78,10 @@ def test_the_run_directory_tells_what_happened(trained):
     assert str(run) in output
 
 
-def test_one_rank_has_the_same_loss_curve(trained):
+def test_one_rank_has_the_same_loss_curve(trained, ray_address):
     run, _ = trained
-    code, output = finish(start(run.parent, "run.name=one", *SETTINGS, "cluster.gpus=1"))
+    settings = ("run.name=one", *SETTINGS, "cluster.gpus=1")
+    code, output = finish(start(run.parent, *settings, ray=ray_address))
     assert code == 0, output
     four, one = events(run, "step"), events(run.parent / "one", "step")
     assert [e["rows"] for e in four] == [e["rows"] for e in one]
@@ -150,15 +151,19 @@ def wait_for_steps(process, run, count, timeout_s=120):
         time.sleep(0.1)
 
 
-def processes_of(process):
-    return psutil.Process(process.pid).children(recursive=True)
+def processes_of(process, run):
+    """What the run has started, and its ranks, which may be on a Ray that it has not."""
+    ranks = [psutil.Process(pid) for pid in events(run, "generation")[0]["pids"]]
+    return {*psutil.Process(process.pid).children(recursive=True), *ranks}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "sigterm"])
-def test_an_interrupt_stops_after_the_step_with_a_checkpoint(tmp_path, number):
-    process = start(tmp_path, "run.name=long", "train.steps=100000", "cluster.gpus=2")
+def test_an_interrupt_stops_after_the_step_with_a_checkpoint(tmp_path, number, ray_address):
+    settings = ("run.name=long", "train.steps=100000", "cluster.gpus=2")
+    # Once on a Ray of its own, which has to end too.
+    process = start(tmp_path, *settings, ray=ray_address if number == signal.SIGTERM else None)
     wait_for_steps(process, tmp_path / "long", 2)
-    children = processes_of(process)
+    children = processes_of(process, tmp_path / "long")
     process.send_signal(number)
     code, output = finish(process, 60)
     assert code == 130
@@ -176,10 +181,11 @@ def test_an_interrupt_stops_after_the_step_with_a_checkpoint(tmp_path, number):
 
 def test_a_second_interrupt_stops_at_once(tmp_path):
     # A step that takes long: the first signal would wait for it.
-    process = start(tmp_path, "run.name=long", "train.steps=100000", "checkpoint.every=2")
+    settings = ("run.name=long", "train.steps=100000", "checkpoint.every=2", "cluster.gpus=2")
+    process = start(tmp_path, *settings)
     run = tmp_path / "long"
     wait_for_steps(process, run, 4)
-    children = processes_of(process)
+    children = processes_of(process, run)
     os.kill(events(run, "generation")[0]["pids"][1], signal.SIGSTOP)
     time.sleep(1)
     process.send_signal(signal.SIGINT)
@@ -193,11 +199,12 @@ def test_a_second_interrupt_stops_at_once(tmp_path):
     assert not alive
 
 
-def test_a_killed_actor_ends_the_run_with_one_line(tmp_path):
-    process = start(tmp_path, "run.name=killed", "train.steps=100000")
+def test_a_killed_actor_ends_the_run_with_one_line(tmp_path, ray_address):
+    settings = ("run.name=killed", "train.steps=100000", "cluster.gpus=3")
+    process = start(tmp_path, *settings, ray=ray_address)
     run = tmp_path / "killed"
     wait_for_steps(process, run, 2)
-    children = processes_of(process)
+    children = processes_of(process, run)
     os.kill(events(run, "generation")[0]["pids"][2], signal.SIGKILL)
     code, output = finish(process, 60)
     assert code == 1
@@ -207,9 +214,10 @@ def test_a_killed_actor_ends_the_run_with_one_line(tmp_path):
     assert not alive
 
 
-def test_gradients_that_stay_non_finite_end_the_run_with_one_line(tmp_path):
+def test_gradients_that_stay_non_finite_end_the_run_with_one_line(tmp_path, ray_address):
     settings = ("run.name=inf", "train.learning_rate=1e30", "train.warmup_steps=0")
-    code, output = finish(start(tmp_path, *settings, "train.max_nonfinite_steps=2"))
+    settings += ("train.max_nonfinite_steps=2", "cluster.gpus=2")
+    code, output = finish(start(tmp_path, *settings, ray=ray_address))
     assert code == 1, output
     (line,) = [x for x in output.splitlines() if x.startswith("Failed after")]
     assert "was not finite in 2 steps in a row (train.max_nonfinite_steps): lower" in line
@@ -227,12 +235,12 @@ def test_a_dry_run_shows_the_first_plan_and_writes_nothing(tmp_path):
     assert "ray" not in output.lower() and not list(tmp_path.iterdir())
 
 
-def test_a_bad_setting_is_one_line_and_leaves_nothing(tmp_path):
+def test_a_bad_setting_is_one_line_and_leaves_nothing(tmp_path, ray_address):
     for setting, words in {
         "data.over_length=error": "raise max_length",
         "cluster.device=cuda": "the Ray cluster has no GPU",
     }.items():
-        code, output = finish(start(tmp_path, setting))
+        code, output = finish(start(tmp_path, setting, ray=ray_address))
         (line,) = [x for x in output.splitlines() if x.startswith("error:")]
         assert code == 2 and words in line, output
         assert "Traceback" not in output
