@@ -238,6 +238,16 @@ class Engine:
         everybody.tolist()
         self.snapshots.commit()
 
+    def abort(self) -> None:
+        """Makes NCCL calls in which another thread of this process waits fail at once.
+
+        With gloo there is nothing to do: calls end when the others close their sockets. Unproven:
+        several GPUs were not at hand.
+        """
+        if self.device.type == "cuda":
+            self.gangs.abort()
+            dist.distributed_c10d._abort_process_group()
+
     def leave(self) -> None:
         """Ends the generation here: its threads, communicators, and all that keeps sockets open.
 

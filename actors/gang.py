@@ -81,9 +81,17 @@ class GangCache:
         return self._gangs[ranks]
 
     def clear(self) -> None:
-        """Drops every communicator."""
+        """Drops every communicator, also those whose members have died."""
+        self.abort()
         while self._gangs:
-            self._drop(self._gangs.popitem()[1])
+            self._gangs.popitem()[1].group = None
+
+    def abort(self) -> None:
+        """Makes what waits in NCCL's communicators fail; gloo's wait until the peers are gone."""
+        if self._device.type == "cuda":
+            for gang in list(self._gangs.values()):
+                assert gang.group is not None
+                gang.group._get_backend(self._device).abort()
 
     def _make(self, ranks: tuple[int, ...], serial: int) -> Gang:
         name = f"gang/{'-'.join(map(str, ranks))}/{serial}"

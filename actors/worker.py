@@ -111,6 +111,13 @@ class Worker:
     def pulse(self) -> None:
         """Answers as long as this process runs."""
 
+    @ray.method(concurrency_group="control")
+    def abort(self) -> None:
+        """Ends what the present call waits for on a GPU, when a rank has died (Engine.abort)."""
+        engine = self.engine
+        if engine is not None:
+            engine.abort()
+
     @ray.method(concurrency_group="train")
     def join(self, seat: Seat) -> JoinReport:
         """Takes a seat in a new generation; returns when the state to go on from is there.
@@ -289,12 +296,14 @@ class Worker:
     def _leave(self) -> None:
         engine, self.engine, self.checkpointer = self.engine, None, None
         if engine is not None:
-            engine.leave()
-            self.copies = engine.snapshots.whole()
+            try:
+                engine.leave()
+            finally:
+                self.copies = engine.snapshots.whole()
 
     def _joined(self) -> Engine:
         if self.engine is None:
-            raise StaleGeneration("work before this actor joined a generation")
+            raise StaleGeneration("work for an actor that is in no generation")
         return self.engine
 
 

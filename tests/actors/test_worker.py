@@ -273,3 +273,36 @@ def test_a_generation_starts_from_a_checkpoint_and_drops_older_copies(tmp_path):
     for held, before, again in run_world(2, from_a_checkpoint, tmp_path / "step-3"):
         assert held == {(1, 3)}
         assert before == again  # bit for bit
+
+
+def dies_while_writing(rank, world, store, folder):
+    """Rank 1 is killed once its file of a checkpoint is written and before it is synced."""
+    member = Member(rank, store)
+    member.begin(range(world))
+    member.train(2)
+    if rank == 1:
+        os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    member.worker.save(str(folder))
+    with pytest.raises(CollectiveFailed):
+        while True:
+            member.train(member.step + 1)
+    began = time.perf_counter()
+    why = member.worker.written()
+    waited = time.perf_counter() - began
+    member.move((2, 0), (0, 2))
+    went_on = member.step
+    member.train(went_on + 2)
+    member.worker.leave()
+    return member.losses, went_on, why, waited
+
+
+def test_a_kill_while_a_checkpoint_is_written_ends_the_writing_and_the_run_goes_on(
+    tmp_path, losses
+):
+    results = run_world(3, dies_while_writing, tmp_path / "step-2", dying=[1])
+    for found, went_on, why, waited in (results[0], results[2]):
+        assert why and "\n" not in why and waited < 30  # of a time-out of two hours
+        assert went_on >= 2 and found.keys() >= {went_on + 2}
+        seen = losses.keys() & found.keys()
+        assert {s: pytest.approx(losses[s], rel=1e-12) for s in seen} == {s: found[s] for s in seen}
+    assert not (tmp_path / "step-2" / ".metadata").exists()
