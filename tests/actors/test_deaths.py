@@ -127,6 +127,17 @@ POINTS = {
 IN_A_STEP, IN_A_JOIN = list(POINTS)[:9], list(POINTS)[9:-1]
 
 
+SPARE = []  # pipes and processes that have survived a run
+
+
+def start():
+    here, there = _context.Pipe()
+    process = _context.Process(target=serve, args=(there,), daemon=True)
+    process.start()
+    there.close()
+    return here, process
+
+
 class Lost(Exception):
     """No state is left that the copies of the survivors cover."""
 
@@ -150,10 +161,7 @@ class Run:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._pipes, self._processes = {}, {}
         for actor in range(world):
-            self._pipes[actor], there = _context.Pipe()
-            self._processes[actor] = _context.Process(target=serve, args=(there,), daemon=True)
-            self._processes[actor].start()
-            there.close()
+            self._pipes[actor], self._processes[actor] = SPARE.pop() if SPARE else start()
 
     def finish(self):
         generation, done = 0, self._generation(0, Initial())
@@ -183,7 +191,7 @@ class Run:
         if not self._together(generation, "join", seats, ("join", generation))[1]:
             return 0
         for leaver in actors[world:]:
-            self._bury(leaver)
+            self._dismiss(leaver)
         caches = [CommunicatorCache(8) for _ in range(world)]
         for step in range(origin.step + 1, STEPS + 1):
             work = {
@@ -245,23 +253,33 @@ class Run:
         process.kill()
         process.join()
 
-    def close(self):
-        for actor in list(self._processes):
-            self._bury(actor)
+    def _dismiss(self, actor):
+        SPARE.append((self._pipes.pop(actor), self._processes.pop(actor)))
+
+    def close(self, whole):
+        """Ends the run; what is left of its processes serves the next one, if all went well."""
+        for actor in list(self._pipes):
+            self._dismiss(actor) if whole else self._bury(actor)
 
 
 def run(world, deaths=(), sizes=()):
     one = Run(world, deaths, sizes)
+    whole = False
     try:
         one.finish()
+        whole = True
     finally:
-        one.close()
+        one.close(whole)
     return one
 
 
 @pytest.fixture(scope="module")
 def undisturbed():
-    return run(1).losses
+    yield run(1).losses
+    for _, process in SPARE:
+        process.kill()
+        process.join()
+    SPARE.clear()
 
 
 def check(one, undisturbed, generations):
