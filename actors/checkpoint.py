@@ -56,6 +56,7 @@ class Checkpointer:
         self._under_way = written = _future(
             dcp.async_save(self._state(), checkpoint_id=location, process_group=self._group)
         )
+        written.add_done_callback(_forget_frames)
         return lambda: _wait(written)
 
     def finish(self) -> None:
@@ -154,6 +155,13 @@ def _wait(written: Future[Any]) -> None:
     error = written.exception()
     if error is not None:
         raise CheckpointFailed(_reason(error)) from None
+
+
+def _forget_frames(written: Future[Any]) -> None:
+    """Those of a write that failed hold its group: other ranks wait until its sockets close."""
+    error = written.exception()
+    while error is not None:
+        error.__traceback__, error = None, error.__cause__ or error.__context__
 
 
 def _reason(error: BaseException) -> str:
