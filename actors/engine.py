@@ -134,7 +134,7 @@ class Engine:
         rate = self.settings.learning_rate_of(self.updates + 1)
         loss, reports = self.accumulate(work)
         norm = self.update() if work.label_tokens else 0.0
-        if self.world > 1 and work.step % self.settings.snapshot_every == 0:
+        if self.world > 1 and work.snapshot:
             self.snapshot(work.step)  # alone in its world a rank has nobody who could need it
         self._ended = time.perf_counter()
         return StepReport(

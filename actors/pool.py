@@ -1,22 +1,32 @@
 """The pool: one actor per GPU, and the generations that they form.
 
 Actors have no placement group (it cannot grow, and it is rescheduled in a busy loop after a node
-has died) and are never restarted by Ray: who is a member is the driver's decision.
+has died) and are never restarted by Ray: who is a member is the driver's decision. Actors that are
+wanted and cannot be had yet stay pending in Ray: that is the demand which its autoscaler sees, and
+it ends with the driver.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Self
+from itertools import count
+from typing import Any, Literal, Self
 
 import ray
 import torch.distributed as dist
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from flexray.actors.seat import Initial, Seat
+from flexray.actors.drains import Drains
+from flexray.actors.membership import Change, Membership, buddy_shift, newest_copies
+from flexray.actors.pulse import Pulse
+from flexray.actors.rendezvous import ABANDONED, CollectiveFailed
+from flexray.actors.reshard import CorruptState
+from flexray.actors.seat import Copies, Holding, Initial, JoinReport, Saved, Seat
 from flexray.actors.settings import EngineSettings
 from flexray.actors.work import EvaluationReport, RankStep, StepReport
 from flexray.actors.worker import Place, Worker
@@ -24,11 +34,16 @@ from flexray.datasets.data_source import DataSource
 from flexray.solver.cluster import Cluster
 
 START_TIMEOUT_S = 300.0
-GRACE_S = 10.0  # for the others' answers when one rank has failed
+LOOK_S = 0.5  # between looks at what does not come by itself
+LEAVE_SLACK_S = 30.0  # over a collective's time-out
 
 
 class PoolError(RuntimeError):
-    """An actor did not start or is lost: one line for the user."""
+    """An actor did not start, or failed in a way that another generation does not mend."""
+
+
+class Broken(PoolError):
+    """A generation is over: a member is lost, or a collective failed. `regroup`, then `form`."""
 
 
 class ImpossibleRequest(ValueError):
@@ -37,10 +52,11 @@ class ImpossibleRequest(ValueError):
 
 @dataclass(frozen=True)
 class Generation:
-    """A numbered membership: who is in the world, in rank order."""
+    """A numbered membership: who is in the world, in rank order, and what joining took."""
 
     number: int
     places: tuple[Place, ...]
+    joined: tuple[JoinReport, ...] = ()
 
     @property
     def world(self) -> int:
@@ -58,60 +74,200 @@ def cluster_of(places: Sequence[Place]) -> Cluster:
     return Cluster(tuple(Counter(place.node for place in places).values()))
 
 
+@dataclass(frozen=True)
+class Losses:
+    """Who was lost with a generation, by rank."""
+
+    dead: tuple[int, ...]
+    hung: tuple[int, ...]
+
+    @property
+    def cause(self) -> Literal["death", "hang"]:
+        """What the next generation is made for."""
+        return "hang" if self.hung else "death"
+
+    def __bool__(self) -> bool:
+        return bool(self.dead or self.hung)
+
+    def __str__(self) -> str:
+        said = [
+            f"rank{'s'[: len(ranks) != 1]} {', '.join(map(str, ranks))} {what}"
+            for ranks, what in ((self.dead, "died"), (self.hung, "did not answer"))
+            if ranks
+        ]
+        return " and ".join(said) or "no rank was lost"
+
+
 class Pool:
     """The actors of a run; a context manager that leaves none behind."""
 
-    def __init__(self, size: int, device: str, settings: EngineSettings, data: DataSource) -> None:
-        """Starts `size` actors on `device` ("cpu" or "cuda"), one GPU or one CPU each.
+    def __init__(
+        self,
+        membership: Membership,
+        device: str,
+        settings: EngineSettings,
+        data: DataSource,
+        *,
+        at_start: int | None = None,
+        silence_s: float = 30.0,
+    ) -> None:
+        """Asks Ray for as many actors as `membership` wants, one GPU or one CPU ("cpu") each.
 
-        Raises ImpossibleRequest at once when the cluster cannot have them.
+        Args:
+            membership: what is wanted; the pool tells it what happens.
+            device: "cpu" or "cuda".
+            settings: what is trained.
+            data: what on.
+            at_start: how many must be there to begin; None: all that are wanted.
+            silence_s: an actor that does not answer for so long is hung.
+
+        Raises:
+            ImpossibleRequest: the cluster cannot have `at_start` now.
         """
-        check_resources(size, device)
+        self.membership = membership
+        self._have = check_resources(at_start or membership.target, device)
         environment = {
             # One thread a rank on CPUs; NCCL keeps the order in which we issue collectives.
             "OMP_NUM_THREADS": "1",
             "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
+            # A rank that is aborted goes on: torch must not end its process.
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         }
-        actor = Worker.options(  # type: ignore[attr-defined]
+        self._class = Worker.options(  # type: ignore[attr-defined]
             num_cpus=1,
             num_gpus=1 if device == "cuda" else 0,
             runtime_env={"env_vars": environment},
         )
-        self._workers = [actor.remote(settings, data, device) for _ in range(size)]
+        self._arguments = (settings, data, device)
+        self._timeout_s, self._shard_size = settings.timeout_s, settings.shard_size
+        self._numbers = count()
+        self._actors: dict[int, Any] = {}  # by number, those that start included
+        self._starting: dict[ray.ObjectRef, int] = {}
+        self._places: dict[int, Place] = {}
+        self._ranks: tuple[int, ...] = ()  # the actors of the present generation, also lost ones
+        self._number = 0
+        self._owners: dict[int, int] = {}
+        self._holdings: dict[int, tuple[Holding, ...]] = {}
+        self._origin: Initial | Saved | Copies = Initial()
+        self._corrupt: set[tuple[int, int]] = set()  # generation and step of copies not to use
+        self._hung: set[int] = set()
+        self._pulse, self._drains = Pulse(silence_s), Drains()
+        self._failed_starts = 0
+        self._next_start = 0.0
         # The driver owns the store: it outlives every generation. Port 0: any free one.
         self._host = ray.util.get_node_ip_address()
         self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+        self._ask_for_actors()
 
-    def places(self) -> tuple[Place, ...]:
-        """Where the actors run, in rank order: node by node. Waits until all have started.
+    def start(self) -> None:
+        """Waits until all actors that the cluster has room for have started.
 
-        Raises PoolError when an actor dies or does not start in time.
+        Raises PoolError when one dies or does not start in time.
         """
-        places = self.wait([worker.place.remote() for worker in self._workers], "start")
-        order = sorted(
-            range(len(places)),
-            key=lambda i: (places[i].node, len(places[i].gpu), places[i].gpu),  # 2 before 10
-        )
-        self._workers = [self._workers[i] for i in order]
-        return tuple(places[i] for i in order)
+        wanted = min(self.membership.target, self._have)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while (missing := wanted - len(self.membership.alive)) > 0:
+            if time.monotonic() > deadline:
+                if self.membership.wanted():
+                    return  # the others join when they come
+                raise PoolError(f"{missing} of {wanted} actors did not start in time")
+            self._hear_of_starts(LOOK_S, is_first=True)
 
-    def form(self, number: int) -> Generation:
-        """Forms generation `number` of all actors: they join one world and build the model.
+    def watch(self) -> None:
+        """Hears, without waiting, of actors that have started and nodes that drain."""
+        self._hear_of_starts(0.0)
+        self.membership.drain(self._drains.nodes())
+        self._ask_for_actors()
 
-        Raises PoolError when an actor dies or does not join in time.
+    def candidates(self) -> tuple[Place, ...]:
+        """The members that the next generation would have; none while there are too few."""
+        return tuple(self._places[actor] for actor in self.membership.wanted())
+
+    @property
+    def change(self) -> Change | None:
+        """Why another generation is due, if one is."""
+        return self.membership.change
+
+    def form(self, number: int, origin: Initial | Saved | Copies) -> Generation:
+        """Forms generation `number` of the candidates, who join one world and build the model.
+
+        `origin`: where the training state comes from. Actors that are no longer wanted serve the
+        host copies that they hold, and then end. Raises Broken when an actor dies meanwhile.
         """
-        places = self.places()
-        world, port = len(places), self._store.port
-        joins = [
-            worker.join.remote(
-                Seat(number, rank, world, world, self._host, port, buddy=1, origin=Initial())
+        members = self.membership.wanted()
+        places = self.candidates()
+        leavers = self._leavers(members)
+        participants = (*members, *leavers)
+        serves = isinstance(origin, Copies)
+        self._number, self._ranks = number, participants if serves else members
+        self._owners[number], self._origin = self._shard_size or len(members), origin
+        seats = [
+            Seat(
+                generation=number,
+                rank=rank,
+                world=len(members),
+                participants=len(self._ranks),
+                host=self._host,
+                port=self._store.port,
+                buddy=buddy_shift([place.node for place in places]),
+                origin=origin,
             )
-            for rank, worker in enumerate(self._workers)
+            for rank in range(len(self._ranks))
         ]
-        self.wait(joins, "join")
-        return Generation(number, places)
+        joins = [
+            worker.join.remote(seat) for worker, seat in zip(self._workers, seats, strict=True)
+        ]
+        joined = self.wait(joins, "join")
+        self._ranks = members
+        self.membership.formed(members)
+        for actor in leavers:
+            self._end(actor)
+        return Generation(number, places, tuple(joined[: len(members)]))
+
+    def regroup(self) -> Losses:
+        """Has every actor leave its generation, and forgets those that are dead or hung.
+
+        Also the first half of a planned change: then nobody is lost.
+        """
+        calls = {self._actors[a].leave.remote(): a for a in self.membership.alive}
+        deadline = time.monotonic() + self._timeout_s + LEAVE_SLACK_S
+        self._holdings = {}
+        while calls:
+            done, _ = ray.wait(list(calls), num_returns=1, timeout=LOOK_S)
+            for call in done:
+                actor = calls.pop(call)
+                try:
+                    self._holdings[actor] = ray.get(call)
+                except RayError:
+                    self._end(actor)
+            silent = self._pulse.silent({a: self._actors[a] for a in calls.values()})
+            if time.monotonic() > deadline:  # alive, and yet it never comes back
+                silent = list(calls.values())
+            for call in [call for call, actor in calls.items() if actor in silent]:
+                actor = calls.pop(call)
+                self._hung.add(actor)
+                self._end(actor)
+        lost = [(rank, a) for rank, a in enumerate(self._ranks) if a not in self.membership.alive]
+        return Losses(
+            dead=tuple(rank for rank, actor in lost if actor not in self._hung),
+            hung=tuple(rank for rank, actor in lost if actor in self._hung),
+        )
+
+    def newest_copies(self) -> Copies | None:
+        """The newest state that the actors' host copies cover, after `regroup`."""
+        members = self.membership.wanted()
+        participants = (*members, *self._leavers(members))
+        trusted = {
+            actor: [h for h in held if (h.generation, h.step) not in self._corrupt]
+            for actor, held in self._holdings.items()
+        }
+        return newest_copies(trusted, self._owners, participants)
+
+    def settle(self, step: int) -> None:
+        """Has `step` committed on every rank; nothing may be queued. Raises Broken."""
+        self.wait([worker.settle.remote(step) for worker in self._workers], "settle")
 
     def dispatch(self, work: Sequence[RankStep]) -> list[ray.ObjectRef[StepReport]]:
         """Queues one step, `work` in rank order; it runs as soon as the one before has ended."""
@@ -134,13 +290,9 @@ class Pool:
             [worker.written.remote() for worker in self._workers],
         )
 
-    def load(self, location: str, counters: dict[str, int]) -> None:
-        """Has all ranks go on from a checkpoint. Raises PoolError when one cannot."""
-        self.wait([worker.load.remote(location, counters) for worker in self._workers], "load")
-
     def sees(self, path: str) -> list[bool]:
-        """Whether each rank sees a file of the driver's."""
-        return self.wait([worker.sees.remote(path) for worker in self._workers], "look")
+        """Whether each living actor sees a file of the driver's."""
+        return ray.get([self._actors[a].sees.remote(path) for a in self.membership.alive])
 
     def start_profile(self) -> None:
         """Has every rank record from behind what is queued."""
@@ -154,70 +306,145 @@ class Pool:
     def wait(self, calls: Sequence[ray.ObjectRef], what: str) -> list:
         """The results of calls to all ranks, in rank order.
 
-        Raises PoolError, naming the rank, as soon as one of them fails; ImpossibleRequest for
-        settings that only the actors could find wrong, before the first step.
+        Raises Broken as soon as a rank is lost or a collective fails, naming it; ImpossibleRequest
+        for settings that only the actors could find wrong; PoolError for any other failure.
         """
         pending = list(calls)
-        starting = what in ("start", "join")
         while pending:
-            timeout = START_TIMEOUT_S if starting else None
-            done, pending = ray.wait(pending, num_returns=1, timeout=timeout)
+            done, pending = ray.wait(pending, num_returns=1, timeout=LOOK_S)
             if not done:
-                raise PoolError(f"{len(pending)} of {len(calls)} actors did not {what} in time")
+                self._check_pulse(what)
+                continue
             try:
                 ray.get(done[0], timeout=0)
             except GetTimeoutError:
                 pending.append(done[0])
             except RayTaskError as error:
-                if starting and isinstance(error.cause, ValueError):
-                    raise ImpossibleRequest(_one_line(error.cause)) from None
-                # A rank that dies breaks its neighbours' collectives, and they may be heard first.
-                if dead := _first_dead(pending):
-                    raise _death(calls, *dead, what) from None
-                rank, why = calls.index(done[0]), _one_line(error.cause)
-                raise PoolError(f"rank {rank} failed during {what}: {why}") from None
+                rank, cause = calls.index(done[0]), error.cause
+                line = f"rank {rank} failed during {what}: {_one_line(cause)}"
+                if isinstance(cause, CorruptState) and isinstance(self._origin, Copies):
+                    self._corrupt.add((self._origin.generation, self._origin.step))
+                if isinstance(cause, CorruptState | CollectiveFailed):
+                    raise self._broken(line) from None
+                if what == "join" and isinstance(cause, ValueError):
+                    raise ImpossibleRequest(_one_line(cause)) from None
+                raise PoolError(line) from None
             except RayError as error:
-                raise _death(calls, done[0], error, what) from None
+                rank = calls.index(done[0])
+                self._end(self._ranks[rank])
+                line = f"rank {rank} died during {what}: {_first_line(error)}"
+                raise self._broken(line) from None
         return ray.get(list(calls))
+
+    def answered(self, calls: Sequence[ray.ObjectRef]) -> list:
+        """The results of those calls that have ended well, after `regroup`."""
+        done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=0) if calls else ([], [])
+        return list(_results(done))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Ends every actor."""
-        for worker in self._workers:
-            ray.kill(worker)
-        self._workers = []
+        for actor in list(self._actors):
+            self._end(actor)
+
+    @property
+    def _workers(self) -> list[Any]:
+        return [self._actors[actor] for actor in self._ranks]
+
+    def _leavers(self, members: Sequence[int]) -> list[int]:
+        """Actors outside `members` whose host copies may be needed."""
+        return [a for a, held in self._holdings.items() if held and a not in members]
+
+    def _check_pulse(self, what: str) -> None:
+        """Raises Broken when a rank is stopped: its neighbours would wait for it for long."""
+        ranks = {actor: self._actors[actor] for actor in self._ranks}
+        for actor in self._pulse.silent(ranks):
+            rank = self._ranks.index(actor)
+            self._hung.add(actor)
+            self._end(actor)
+            raise self._broken(
+                f"rank {rank} did not answer for {self._pulse.limit_s:g} s during {what}"
+            )
+
+    def _broken(self, line: str) -> Broken:
+        """Frees the ranks that still wait for one another: their generation is over."""
+        self._store.set(f"generation{self._number}/{ABANDONED}", "")
+        for actor in self.membership.alive:
+            self._actors[actor].abort.remote()
+        return Broken(line)
+
+    def _ask_for_actors(self) -> None:
+        """As many as are wanted: those on nodes that drain are to be replaced."""
+        staying = [actor for actor in self.membership.alive if self.membership.stays(actor)]
+        missing = self.membership.target - len(staying) - len(self._starting)
+        if missing > 0 and time.monotonic() >= self._next_start:
+            for _ in range(missing):
+                number, actor = next(self._numbers), self._class.remote(*self._arguments)
+                self._actors[number] = actor
+                self._starting[actor.place.remote()] = number
+        spare = [a for a in staying if a not in self._ranks]
+        for actor in [*list(self._starting.values())[::-1], *spare][: max(0, -missing)]:
+            self._end(actor)
+
+    def _hear_of_starts(self, timeout_s: float, *, is_first: bool = False) -> None:
+        """Takes in the actors that have started. Raises PoolError for one that fails at first.
+
+        Later ones that fail are asked for again, ever more slowly.
+        """
+        if not self._starting:
+            return
+        calls = list(self._starting)
+        done, _ = ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
+        for call in done:
+            actor = self._starting.pop(call)
+            try:
+                place = ray.get(call)
+            except RayError as error:
+                self._end(actor)
+                if is_first:
+                    # Of an error in the constructor Ray tells the traceback; its end is it.
+                    why = str(error).strip().splitlines()[-1]
+                    raise PoolError(f"an actor died during start: {why}") from None
+                self._failed_starts += 1
+                self._next_start = time.monotonic() + min(60.0, 2.0**self._failed_starts)
+                continue
+            self._failed_starts = 0
+            self._places[actor] = place
+            self.membership.started(actor, place.node, place.gpu)
+
+    def _end(self, actor: int) -> None:
+        """Ends an actor, whatever its state, and forgets it."""
+        self.membership.lost(actor)
+        self._holdings.pop(actor, None)
+        self._places.pop(actor, None)
+        self._starting = {call: a for call, a in self._starting.items() if a != actor}
+        if handle := self._actors.pop(actor, None):
+            ray.kill(handle)
 
 
-def _first_dead(calls: list[ray.ObjectRef]) -> tuple[ray.ObjectRef, RayError] | None:
-    """The first of these calls whose actor is lost, and how that is told, if they end soon."""
-    ended, _ = ray.wait(calls, num_returns=len(calls), timeout=GRACE_S) if calls else ([], [])
-    for call in ended:
-        try:
-            ray.get(call)
-        except RayTaskError:
-            continue
-        except RayError as error:
-            return call, error
-    return None
+def _results(calls: Sequence[ray.ObjectRef]) -> Iterator[Any]:
+    for call in calls:
+        with suppress(RayError):
+            yield ray.get(call)
 
 
-def _death(
-    calls: Sequence[ray.ObjectRef], call: ray.ObjectRef, error: RayError, what: str
-) -> PoolError:
-    # Of an error in the actor's constructor Ray tells the traceback; its end is it.
-    why = str(error).strip().splitlines()[-1 if what == "start" else 0]
-    return PoolError(f"rank {calls.index(call)} died during {what}: {why}")
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]
 
 
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+    ours = isinstance(error, ValueError | CollectiveFailed | CorruptState)
+    return text if ours else f"{type(error).__name__}: {text}"
 
 
-def check_resources(size: int, device: str) -> None:
-    """Raises ImpossibleRequest with what is needed and what is there, where Ray would wait."""
+def check_resources(size: int, device: str) -> int:
+    """How many GPUs (or CPUs) the cluster has.
+
+    Raises ImpossibleRequest with what is needed and what is there, where Ray would wait.
+    """
     kind = "GPU" if device == "cuda" else "CPU"
     nodes = [node for node in ray.nodes() if node["Alive"]]
     have = [int(node["Resources"].get(kind, 0)) for node in nodes]
@@ -227,3 +454,4 @@ def check_resources(size: int, device: str) -> None:
             f"({', '.join(map(str, have))} on {len(have)} node{'s'[: len(have) != 1]}): "
             f"lower cluster.gpus or add nodes"
         )
+    return sum(have)

@@ -38,7 +38,6 @@ class EngineSettings:
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     timeout_s: float = 300.0  # of a collective
-    snapshot_every: int = 1  # steps; a failure makes up to so many more run again
 
     def learning_rate_of(self, update: int) -> float:
         """The rate of update number `update` of the run; the first is 1."""

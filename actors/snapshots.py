@@ -51,6 +51,7 @@ class Snapshots:
         self._own: list[HostCopy] = []
         self._ward: list[HostCopy] = []
         self._kept = list(kept)
+        self._is_alone = world == 1  # nobody could have a use for copies
         self._taken = 0
         self._replication: Replication | None = None
         if 1 < world == layout.owners:
@@ -89,7 +90,7 @@ class Snapshots:
 
     def commit(self) -> None:
         """A commit collective has returned: the last snapshot is replicated everywhere."""
-        if self._taken:
+        if self._taken or self._is_alone:
             self._kept = []
 
     def whole(self) -> list[HostCopy]:

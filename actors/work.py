@@ -25,6 +25,7 @@ class RankStep:
     label_tokens: int  # of the whole step, over all ranks
     micro_steps: tuple[RankMicroStep, ...]
     changes: tuple[Change, ...]  # communicators to make and drop first, the same list on every rank
+    snapshot: bool = True  # whether the state after the step is copied to the rank's buddy
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ def slices(
     generation: int,
     label_tokens: int,
     changes: tuple[Change, ...],
+    snapshot: bool = True,
 ) -> list[RankStep]:
     """Each rank's part, in rank order; `row_ids[i]` is row i of the plan's batch."""
     parts: list[list[RankMicroStep]] = [[] for _ in range(world)]
@@ -94,4 +96,6 @@ def slices(
         }
         for rank, part in enumerate(parts):
             part.append(busy.get(rank, RankMicroStep((rank,), ())))
-    return [RankStep(step, generation, label_tokens, tuple(part), changes) for part in parts]
+    return [
+        RankStep(step, generation, label_tokens, tuple(part), changes, snapshot) for part in parts
+    ]

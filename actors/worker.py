@@ -164,13 +164,17 @@ class Worker:
         """Copies the training state and begins to write it; `written` tells how that ended."""
         began = time.perf_counter()
 
-        def save() -> dict[str, int]:
+        def save() -> tuple[dict[str, int], Callable[[], None]]:
             counters = self._joined().counters()
             assert self.checkpointer is not None
-            self.being_written.put(self.checkpointer.save(location))
-            return counters
+            return counters, self.checkpointer.save(location)
 
-        return SaveReport(self._together(save), time.perf_counter() - began)
+        written = _not_begun
+        try:
+            counters, written = self._together(save)
+        finally:
+            self.being_written.put(written)  # one for every call of `written`
+        return SaveReport(counters, time.perf_counter() - began)
 
     @ray.method(concurrency_group="storage")
     def written(self) -> str:
@@ -180,11 +184,6 @@ class Worker:
         except CheckpointFailed as error:
             return str(error)
         return ""
-
-    @ray.method(concurrency_group="train")
-    def load(self, location: str, counters: dict[str, int]) -> None:
-        """Goes on from a checkpoint. Raises CheckpointFailed."""
-        self._together(lambda: self._load(location, counters))
 
     @ray.method(concurrency_group="train")
     def start_profile(self) -> None:
@@ -240,7 +239,9 @@ class Worker:
         elif isinstance(origin, Saved):
             self._load(origin.location, origin.counters)
         if self.engine is not None and seat.world > 1:
-            self.engine.snapshot(origin.step)  # what a failure in the very first step goes back to
+            # What a failure in the very first step goes back to. Held twice before anybody leaves.
+            self.engine.snapshot(origin.step)
+            self.engine.snapshots.ready()
         build_s = self.engine.build_s if self.engine else 0.0
         copies = self.engine.snapshots.nbytes if self.engine else sum(c.nbytes for c in self.copies)
         return JoinReport(
@@ -305,6 +306,10 @@ class Worker:
         if self.engine is None:
             raise StaleGeneration("work for an actor that is in no generation")
         return self.engine
+
+
+def _not_begun() -> None:
+    raise CheckpointFailed("the ranks changed before it was copied")
 
 
 def _plain(error: Exception) -> Exception:

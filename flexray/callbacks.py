@@ -16,10 +16,10 @@ class Callback:
     """
 
     def on_step(self, event: StepEvent) -> None:
-        """A step is done on all ranks, and written down."""
+        """A step is done on all ranks. Where one dies it may be undone, and is heard of again."""
 
     def on_commit(self, step: int) -> None:
-        """`step` will not be undone while the run lives."""
+        """`step` is written down, and survives the death of any one rank."""
 
     def on_generation(self, event: GenerationEvent) -> None:
         """A membership was formed."""
@@ -32,13 +32,16 @@ class Callbacks:
         self._callbacks = tuple(callbacks)
 
     def step(self, event: StepEvent) -> None:
-        """A step that is done is also committed: nothing undoes one yet."""
+        """A step that is done."""
         for callback in self._callbacks:
             with _named(callback, "on_step", f"step {event.step}"):
                 callback.on_step(event)
+
+    def commit(self, step: int) -> None:
+        """A step that is committed."""
         for callback in self._callbacks:
-            with _named(callback, "on_commit", f"step {event.step}"):
-                callback.on_commit(event.step)
+            with _named(callback, "on_commit", f"step {step}"):
+                callback.on_commit(step)
 
     def generation(self, event: GenerationEvent) -> None:
         """A membership was formed."""

@@ -94,8 +94,18 @@ class ClusterSection(Section):
     gpus: Positive | None = Field(
         default=None, description="ranks; default: all GPUs, or 4 on CPUs"
     )
-    min_gpus: Positive | None = Field(default=None, description="default: gpus")
-    max_gpus: Positive | None = Field(default=None, description="default: gpus")
+    min_gpus: Positive | None = Field(
+        default=None, description="fewest to go on with; default: what the longest sequence needs"
+    )
+    max_gpus: Positive | None = Field(
+        default=None, description="most it may be scaled to; default: no limit"
+    )
+    wait_s: float = Field(
+        default=1800.0, gt=0, description="to wait for GPUs when there are too few, then it ends"
+    )
+    silence_s: float = Field(
+        default=60.0, gt=0, description="after which a rank that does not answer is given up"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto: cuda where there is"
     )
@@ -286,6 +296,11 @@ class CheckpointSection(Section):
         default=500, description="steps; null: only at the end and when the run is stopped"
     )
     keep: Positive = Field(default=2, description="newest checkpoints that are kept")
+    copy_every: Positive = Field(
+        default=1,
+        description="steps between copies of the state to another rank's memory; as many steps run "
+        "again after a death",
+    )
     dir: Text | None = Field(
         default=None,
         description="folder that every node sees, or fsspec URL, in which each run gets its own; "

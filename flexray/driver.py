@@ -1,7 +1,8 @@
-"""The driver: has batches planned ahead, sends every rank its part, hears back, writes it down.
+"""The driver: one run, from a checked job to its last step, with one generation after another.
 
-The next step is queued on every actor before the present one ends, so that no rank waits for the
-driver. Tokens never pass through it.
+The ranks may change at any step. A generation is worked with (step_loop.py) until the run is
+through, another membership is due, or a rank is lost; then the next one is formed, from the copies
+of the training state that the ranks keep for one another, and goes on where nothing is lost.
 """
 
 from __future__ import annotations
@@ -10,30 +11,42 @@ import enum
 import json
 import time
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from typing import Any
 
-from flexray.actors.pool import ImpossibleRequest, Pool, PoolError, cluster_of
-from flexray.actors.work import RankStep, StepReport, slices
+from flexray.actors.membership import Change, Membership
+from flexray.actors.pool import (
+    LOOK_S,
+    Broken,
+    ImpossibleRequest,
+    Pool,
+    PoolError,
+    cluster_of,
+)
+from flexray.actors.seat import Copies, Initial, Saved
 from flexray.batches import Batch, batches
 from flexray.callbacks import Callbacks
 from flexray.checkpoints import Checkpoint, CheckpointFolder, RunState
 from flexray.display import Display
 from flexray.errors import RunFailed, UserError
+from flexray.events import Cause
 from flexray.journal import Journal
+from flexray.ledger import Ledger
 from flexray.nonfinite import NonfinitePolicy
-from flexray.prefetch import PlannedBatch, PlanRequest, Prefetch, warm_planners
+from flexray.planning_tasks import PlanRequest, warm_planners
+from flexray.prefetch import Prefetch
 from flexray.preparation import Job
 from flexray.profiling import Profiler, Steps
-from flexray.ray_cluster import connected
-from flexray.records import spans
+from flexray.ray_cluster import Resources, connected
 from flexray.resume import learned, with_learned
 from flexray.run_directory import RunDirectory
 from flexray.saving import Saver, check_shared
+from flexray.scaling import Scaling, check_scale
 from flexray.solver.calibration import Calibrator
 from flexray.solver.communicators import CommunicatorCache
+from flexray.solver.plan import PlanningError
+from flexray.step_loop import StepLoop
 from flexray.stopping import StopRequest
-from flexray.validation import ValidationSum
+
+MOST_FAILURES = 10  # generations in a row that end before a step is committed
 
 
 class State(enum.Enum):
@@ -41,17 +54,10 @@ class State(enum.Enum):
 
     INITIALIZING = "initializing"
     RUNNING = "running"
+    RECONFIGURING = "reconfiguring"
     STOPPED = "stopped"
     FINISHED = "finished"
     FAILED = "failed"
-
-
-@dataclass(frozen=True)
-class InFlight:
-    """Work that the actors have been sent."""
-
-    planned: PlannedBatch
-    calls: list[Any]  # one a rank; none for a batch without a label token
 
 
 class Driver:
@@ -74,13 +80,18 @@ class Driver:
         """
         self.job, self.config, self.run = job, job.config, run
         self.resume, self.profile = resume, profile
-        done, cursor = (resume.state.step, resume.state.sampler) if resume else (0, None)
-        self.work = batches(job.documents, self.config.train, done=done, cursor=cursor)
+        self.ledger = self._ledger_after(resume)
         self.checkpoints = CheckpointFolder.of(self.config, run.path.absolute())
         self.journal = Journal(self.config, run, display, callbacks or Callbacks(), resume)
         self.stop = stop
-        self.validation = ValidationSum()
+        self.scaling = Scaling(run)
         self.nonfinite = NonfinitePolicy(self.config.train.max_nonfinite_steps)
+        self.loop: StepLoop | None = None  # of the present generation
+        self.number = self.journal.last_generation
+        self.steps_again = 0  # that the next generation makes again
+        self.failures: list[bool] = []  # since a step was committed: whether a rank was lost
+        self.failed_at = 0  # steps that were committed then
+        self.gave_up = ""  # why the run is to end, with a checkpoint
         self.state = State.INITIALIZING
 
     @property
@@ -106,11 +117,9 @@ class Driver:
                 resources = stack.enter_context(connected(self.config.cluster))
                 self.job.check_device(resources.device)
                 warm_planners()
-                pool = Pool(resources.gpus, resources.device, self.job.settings, self.job.data)
-                self.pool = stack.enter_context(pool)
+                self.pool = stack.enter_context(self._pool(resources))
                 self._initialize(resources.device)
-                self.state = State.RUNNING
-                self._run_steps()
+                self._train()
                 is_done = self.journal.steps_done == self.config.train.steps
                 self.state = State.FINISHED if is_done else State.STOPPED
         except ImpossibleRequest as error:
@@ -118,124 +127,254 @@ class Driver:
         except PoolError as error:
             raise RunFailed(str(error)) from None
         finally:
-            if self.state in (State.INITIALIZING, State.RUNNING):
+            if self.state in (State.INITIALIZING, State.RUNNING, State.RECONFIGURING):
                 self.state = State.FAILED
 
+    def _pool(self, resources: Resources) -> Pool:
+        cluster = self.config.cluster
+        at_start = resources.at_start or resources.target
+        self.membership = Membership(resources.target, at_start, shard_size=cluster.shard_size)
+        return Pool(
+            self.membership,
+            resources.device,
+            self.job.settings,
+            self.job.data,
+            at_start=resources.at_start,
+            silence_s=cluster.silence_s,
+        )
+
     def _initialize(self, device: str) -> None:
-        """Forms the first generation, of the checkpoint if there is one; plans meanwhile."""
-        began = time.perf_counter()
-        places = self.pool.places()
+        """Waits for the first actors, and checks what depends on them."""
+        self.since = time.monotonic()  # when training stood still, or was to begin
+        self.pool.start()
+        places = self.pool.candidates()
         self.journal.message(
             f"{len(places)} ranks on {len({p.node for p in places})} node(s), "
             f"{self.job.parameters:,} parameters in {self.config.train.dtype}, run {self.run.path}"
         )
         check_shared(self.pool, self.checkpoints)
-        cost, self.degrees = self.job.checked_on(places)
+        cost, _ = self.job.checked_on(places)
+        self.fewest = self.job.fewest(cost, places)
         self.calibrator = Calibrator(
             with_learned(cost, self.resume.state.learned) if self.resume else cost
         )
-        self.cluster = cluster_of(places)
-        self.communicators = CommunicatorCache(self.config.planner.communicators_per_rank)
         tight = self.config.planner.tight_bound
-        self.prefetch = Prefetch(
-            self.work,
-            ahead=self.config.planner.prefetch,
-            request=self._plan_request,
-            tight_bound=device == "cuda" if tight is None else tight,
-        )
-        self.generation = self.pool.form(self.journal.last_generation + 1)
-        if self.resume:
-            self.pool.load(self.resume.location, self.resume.state.counters)
+        self.tight_bound = device == "cuda" if tight is None else tight
         keep, newest = self.config.checkpoint.keep, self.journal.steps_done
         self.saver = Saver(self.pool, self.checkpoints, keep, newest)
         self.profiler = Profiler(self.pool, self.profile, self.run.path / "profile")
-        self.journal.generation(self.generation, pause_s=time.perf_counter() - began)
 
-    def _run_steps(self) -> None:
+    def _train(self) -> None:
+        """Works with one generation after another until the run is through."""
+        cause: Cause | None = "start"
+        while cause:
+            try:
+                self._form(cause)
+                cause = self._run_steps()
+                if cause:
+                    self._make_way()
+            except Broken as error:
+                cause = self._recover(error)
+
+    def _form(self, cause: Cause) -> None:
+        """Forms the next generation; its first steps are planned meanwhile."""
+        self._wait_for_members()
+        origin = self._origin()
+        places = self.pool.candidates()
+        cost, self.degrees = self.job.cost(places), self.job.degrees(len(places))
+        self.calibrator = Calibrator(with_learned(cost, learned(self.calibrator.cost)))
+        self.cluster = cluster_of(places)
+        self.communicators = CommunicatorCache(self.config.planner.communicators_per_rank)
+        prefetch = Prefetch(
+            self.ledger.rewind(),
+            ahead=self.config.planner.prefetch,
+            request=self._plan_request,
+            tight_bound=self.tight_bound,
+        )
+        self.number += 1
+        self.generation = self.pool.form(self.number, origin)
+        self.membership.least = self.fewest
+        self.journal.generation(
+            self.generation,
+            cause,
+            pause_s=time.monotonic() - self.since,
+            steps_again=self.steps_again,
+        )
+        self.steps_again = 0
+        self.loop = StepLoop(
+            self.pool,
+            self.generation,
+            prefetch,
+            self.communicators,
+            ledger=self.ledger,
+            journal=self.journal,
+            saver=self.saver,
+            profiler=self.profiler,
+            nonfinite=self.nonfinite,
+            calibrator=self.calibrator,
+            state_after=self._state_after,
+            save_every=self.config.checkpoint.every,
+            copy_every=self.config.checkpoint.copy_every,
+        )
+        self.state = State.RUNNING
+
+    def _run_steps(self) -> Change | None:
+        """Until the run is through, None, or other members are due: why."""
+        assert self.loop is not None
         self.stop.heard = lambda: self.journal.message(
             "Stopping after the steps under way, with a checkpoint (again: at once)"
         )
         try:
-            self._work_through()
+            is_through = self.loop.run(self._is_over)
+            change = None if is_through or self._is_ending else self._due_change()
+            if change is None:
+                self._finish(self.loop)
+        except PlanningError as error:
+            self._outgrown(error)
+            return "scale"
         except RunFailed:  # of a callback, or too many steps skipped: the ranks are well
             with suppress(PoolError):
                 self.journal.checkpoints(self.saver.finish())
             raise
+        return change
 
-    def _work_through(self) -> None:
-        in_flight: InFlight | None = None
-        last: Batch | None = None
-        is_between_steps = True
-        for planned in self.prefetch:
-            if self.stop.requested and is_between_steps:
-                break
-            queued = self._dispatch(planned)
-            if in_flight:
-                self._complete(in_flight)
-            in_flight = queued
-            if not planned.batch.held_out:
-                last = planned.batch
-            is_between_steps = planned.batch.ends_step
-            if last and is_between_steps:
-                self._save_if_due(last)
-        if in_flight:
-            self._complete(in_flight)
-        if last:
+    @property
+    def _is_ending(self) -> bool:
+        return self.stop.requested or bool(self.gave_up)
+
+    def _is_over(self) -> bool:
+        self.pool.watch()
+        self._hear_of_scaling()
+        return self._is_ending or self._due_change() is not None
+
+    def _due_change(self) -> Change | None:
+        """Why other members are due; no hurry while a checkpoint is written, but for a drain."""
+        change = self.pool.change
+        return None if change == "scale" and self.saver.is_writing else change
+
+    def _finish(self, loop: StepLoop) -> None:
+        """Commits what is done, and writes the last checkpoint."""
+        if not self.ledger.is_settled:
+            loop.settle()
+        if last := self.ledger.committed:
             self.journal.checkpoints(self.saver.last(self._state_after(last)))
+        if self.gave_up:
+            raise RunFailed(self.gave_up)
 
-    def _dispatch(self, planned: PlannedBatch) -> InFlight:
-        step, work = planned.batch.step, self._slices(planned)
-        if planned.batch.held_out:
-            return InFlight(planned, self.pool.evaluate(work) if work else [])
-        self.profiler.before(step)
-        calls = self.pool.dispatch(work) if work else []
-        self.profiler.after(step)
-        return InFlight(planned, calls)
+    def _make_way(self) -> None:
+        """Between two steps: commits all, and has the ranks leave, for another generation."""
+        assert self.loop is not None
+        self._pause()
+        self.loop.settle()
+        self.journal.checkpoints(self.saver.break_off(self.journal.steps_done))
+        if losses := self.pool.regroup():
+            raise Broken(str(losses))
 
-    def _slices(self, planned: PlannedBatch) -> list[RankStep]:
-        batch, plan = planned.batch, planned.plan
-        if batch.label_tokens == 0:
-            return []
-        groups = [group.ranks for micro_step in plan.micro_steps for group in micro_step.groups]
-        return slices(
-            plan,
-            batch.rows,
-            world=self.generation.world,
-            step=batch.step,
-            generation=self.generation.number,
-            label_tokens=batch.label_tokens,
-            changes=self.communicators.prepare(groups),
+    def _recover(self, error: Broken) -> Cause:
+        """After a loss: what the survivors' copies hold is where the next generation goes on."""
+        self._pause()
+        losses = self.pool.regroup()
+        self.pool.watch()  # replacements are on their way from here on
+        if self.loop and (copies := self.pool.newest_copies()):
+            self.steps_again += self.loop.rescue(copies.step)
+        self.loop = None
+        self.journal.checkpoints(self.saver.break_off(self.journal.steps_done))
+        if self.journal.steps_done > self.failed_at:
+            self.failures = []
+        self.failed_at = self.journal.steps_done
+        self.failures.append(bool(losses))
+        # Where nobody was lost it is the work itself that fails.
+        if self.failures[-2:] == [False, False] or len(self.failures) >= MOST_FAILURES:
+            raise RunFailed(f"{error} ({len(self.failures)} generations in a row)")
+        self.journal.message(f"{error} ({losses})")
+        return losses.cause
+
+    def _pause(self) -> None:
+        """The ranks change from here on."""
+        if self.state is State.RUNNING:
+            self.since = time.monotonic()
+        self.state = State.RECONFIGURING
+        self.profiler.forget()
+
+    def _origin(self) -> Initial | Saved | Copies:
+        """Where the next generation's training state comes from."""
+        copies = self.pool.newest_copies()
+        if copies and copies.step >= self.journal.steps_done:
+            return copies
+        newest = self.checkpoints.newest() or self.resume
+        step = newest.state.step if newest else 0
+        if lost := self.journal.steps_done - step:
+            where = f"the checkpoint of step {step}" if newest else "the start: no checkpoint yet"
+            self.journal.message(
+                f"the state after step {self.journal.steps_done} is lost, with a rank and the one "
+                f"that kept its copy: back to {where}; {lost} steps are made again"
+            )
+            self.journal.back_to(step, newest.location if newest else "")
+            self.ledger = self._ledger_after(newest)
+            self.steps_again += lost
+        return Saved(newest.location, step, newest.state.counters) if newest else Initial()
+
+    def _wait_for_members(self) -> None:
+        """Until there are enough; gives up after cluster.wait_s, or when told to stop."""
+        self.pool.watch()
+        deadline = time.monotonic() + self.config.cluster.wait_s
+        is_told = False
+        while not self.pool.candidates():
+            if not is_told:
+                self.journal.message(
+                    f"{len(self.membership.alive)} ranks are left and at least "
+                    f"{self.membership.least} are needed: waiting for more, for "
+                    f"{self.config.cluster.wait_s:g} s (cluster.wait_s)"
+                )
+                is_told = True
+            if self.stop.requested or time.monotonic() > deadline:
+                self._give_up()
+                return
+            time.sleep(LOOK_S)
+            self.pool.watch()
+            self._hear_of_scaling()
+
+    def _give_up(self) -> None:
+        """With the ranks that are left only the state is saved."""
+        if not self.stop.requested:
+            self.gave_up = (
+                f"no {self.membership.least} ranks came in {self.config.cluster.wait_s:g} s "
+                "(cluster.wait_s)"
+            )
+        self.membership.least = 1
+        if not self.pool.candidates():
+            raise RunFailed(f"{self.gave_up or 'stopped'}, and none is left")
+
+    def _outgrown(self, error: PlanningError) -> None:
+        """Has the run wait for more ranks. Raises the error where no more are wanted."""
+        assert self.loop is not None
+        world = self.generation.world
+        if self.membership.target <= world:
+            raise error
+        self.loop.complete_all()
+        self.journal.message(f"{world} ranks are too few: {error}")
+        self.membership.least = world + 1
+
+    def _hear_of_scaling(self) -> None:
+        gpus = self.scaling.take()
+        if gpus is None:
+            return
+        try:
+            check_scale(self.config.cluster, gpus)
+            if gpus < self.fewest:
+                raise UserError(f"{gpus} GPUs: the longest sequence needs {self.fewest}")
+        except UserError as error:
+            self.journal.message(f"not scaled: {error}")
+            return
+        self.membership.target = gpus
+        self.journal.message(f"scaling to {gpus} ranks")
+
+    def _ledger_after(self, checkpoint: Checkpoint | None) -> Ledger:
+        """All batches after a checkpoint, or from the start."""
+        done, cursor = (
+            (checkpoint.state.step, checkpoint.state.sampler) if checkpoint else (0, None)
         )
-
-    def _complete(self, work: InFlight) -> None:
-        if work.planned.batch.held_out:
-            self._complete_validation(work)
-        else:
-            self._complete_step(work)
-        # Not before all of its step is written down: a resume would leave out the rest.
-        if work.planned.batch.ends_step:
-            self.journal.checkpoints(self.saver.poll(work.planned.batch.step))
-
-    def _complete_step(self, step: InFlight) -> None:
-        reports: list[StepReport] = self.pool.wait(step.calls, "step")
-        self.journal.step(step.planned, reports, self.generation.number)
-        if written := self.profiler.done(step.planned.batch.step):
-            self.journal.message(written)
-        self.nonfinite.check(reports)
-        if step.planned.batch.step > self.journal.first_step:  # first calls teach nothing
-            self.calibrator.observe(*spans(reports))
-
-    def _complete_validation(self, part: InFlight) -> None:
-        batch = part.planned.batch
-        self.validation.add(batch, self.pool.wait(part.calls, "validation"))
-        if batch.ends_step:
-            self.journal.validation(self.validation.event(batch.step))
-            self.validation = ValidationSum()
-
-    def _save_if_due(self, batch: Batch) -> None:
-        every = self.config.checkpoint.every
-        if every and batch.step % every == 0:
-            self.journal.checkpoints(self.saver.start(self._state_after(batch)))
+        return Ledger(batches(self.job.documents, self.config.train, done=done, cursor=cursor))
 
     def _state_after(self, batch: Batch) -> RunState:
         """What to go on from after `batch`, whatever was dealt and planned ahead of it."""

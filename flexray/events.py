@@ -90,6 +90,12 @@ class GenerationEvent:
     cause: Cause
     pause_s: float
     at_step: int
+    steps_again: int
+    form_s: float
+    build_s: float
+    restore_s: float
+    moved_mb: float
+    copies_mb: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -15,6 +16,7 @@ from flexray.config import Config
 from flexray.datasets.mixture import Mixture
 from flexray.display import Display, StepView
 from flexray.events import (
+    Cause,
     CheckpointEvent,
     DataEvent,
     EventLog,
@@ -23,6 +25,7 @@ from flexray.events import (
     ResumeEvent,
     ValidationEvent,
 )
+from flexray.ledger import Done
 from flexray.prefetch import PlannedBatch
 from flexray.records import step_event, step_metrics
 from flexray.resume import cut_logs
@@ -93,31 +96,62 @@ class Journal:
         for line in describe_data(documents):
             self.message(line)
 
-    def generation(self, generation: Generation, pause_s: float) -> None:
-        """A membership that was formed."""
+    def generation(
+        self, generation: Generation, cause: Cause, *, pause_s: float, steps_again: int
+    ) -> None:
+        """A membership that was formed, for how long nothing was trained, what is trained again."""
+        joined = generation.joined
         event = GenerationEvent(
             generation=generation.number,
             world=generation.world,
             pids=[place.pid for place in generation.places],
             nodes=[place.node for place in generation.places],
-            cause="start",
+            cause=cause,
             pause_s=pause_s,
             at_step=self.steps_done + 1,
+            steps_again=steps_again,
+            form_s=max(report.form_s for report in joined),
+            build_s=max(report.build_s for report in joined),
+            restore_s=max(report.restore_s for report in joined),
+            moved_mb=sum(report.received_mb for report in joined),
+            copies_mb=max(report.copies_mb for report in joined),
         )
         self._events.write(event)
+        self._tracker.log_generation(event)
+        if cause != "start":
+            again = f", {steps_again} step{'s'[: steps_again != 1]} again" if steps_again else ""
+            self.message(
+                f"generation {event.generation} ({cause}): {event.world} ranks from step "
+                f"{event.at_step}{again}, after {pause_s:.1f} s"
+            )
         self._callbacks.generation(event)
 
-    def step(self, planned: PlannedBatch, reports: Sequence[StepReport], generation: int) -> None:
-        """A step that is done."""
-        planned = planned.bounded()
+    def done(self, planned: PlannedBatch, reports: Sequence[StepReport], generation: int) -> Done:
+        """A step that is done, and not committed yet."""
         is_first = planned.batch.step == self.first_step
         event = step_event(planned, reports, generation, is_first=is_first)
+        self._callbacks.step(event)
+        return Done(planned, reports, event)
+
+    def commit(self, done: Done) -> None:
+        """A step that nothing undoes any more: it is written down."""
+        event, planned = done.event, done.planned.bounded()
+        event = dataclasses.replace(event, lower_bound_s=planned.plan.lower_bound_ms / 1e3)
         self.steps_done, self.loss = event.step, event.loss
         self._events.write(event)
-        self._plans.write(event.step, generation, planned.plan)
-        self._tracker.log_step(event, step_metrics(planned, reports))
+        self._plans.write(event.step, event.generation, planned.plan)
+        self._tracker.log_step(event, step_metrics(planned, done.reports))
         self._display.step(StepView.of(event, planned, self._config.train.steps))
-        self._callbacks.step(event)
+        self._callbacks.commit(event.step)
+
+    def back_to(self, step: int, location: str) -> None:
+        """Takes out what came after `step`: it is trained again from there."""
+        self._events.close()
+        self._plans.close()
+        lost, _ = cut_logs(self._run, step)
+        self._events, self._plans = EventLog(self._run.events_path), PlanLog(self._run.plans_path)
+        self.steps_done = step
+        self._events.write(ResumeEvent(location=location, at_step=step + 1, lost_steps=lost))
 
     def validation(self, event: ValidationEvent) -> None:
         """Held-out rows were looked at."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from transformers import PretrainedConfig
@@ -61,7 +62,7 @@ class Job:
         both refuse.
         """
         cost = self.cost(places)
-        self.check_longest(cost, places)
+        self.fewest(cost, places)
         degrees = self.degrees(len(places))
         self.check_communicators(degrees)
         return cost, degrees
@@ -103,25 +104,36 @@ class Job:
             cost = replace(load_preset(planner.preset).cost, shard_size=shard_size)
         return cost if planner.capacity is None else cost.with_capacity(planner.capacity)
 
-    def check_longest(self, cost: CostModel, places: tuple[Place, ...]) -> None:
-        """Raises PlanningError unless the longest row fits the smallest cluster of the run.
+    def fewest(self, cost: CostModel, places: tuple[Place, ...]) -> int:
+        """With how many GPUs the run may go on: the fewest that hold the longest row, or min_gpus.
 
-        What is trained on never depends on membership, so that is decided now.
+        What is trained on never depends on membership, so that is decided when the run starts.
+        Raises PlanningError where min_gpus, or without it all of `places`, are too few.
         """
-        fewest = self.config.cluster.min_gpus or len(places)
-        longest = int(self.documents.lengths.max())
+        unit = self.config.cluster.shard_size or 1
+        given, there = self.config.cluster.min_gpus, len(places)
+        if given is None:
+            for gpus in range(unit, there, unit):
+                with suppress(PlanningError):
+                    self._plan_longest(gpus, cost, places)
+                    return gpus
+        fewest = given or there
         try:
-            plan_step(
-                [longest],
-                cost,
-                Cluster.uniform(fewest, cluster_of(places).largest_node),
-                self.degrees(fewest),
-            )
+            self._plan_longest(fewest, cost, places)
         except PlanningError as error:
             raise PlanningError(
-                f"the longest sequence ({longest} tokens) does not fit {fewest} GPUs, the fewest "
-                f"that this run may have: {error}; or lower data.max_length"
+                f"the longest sequence ({self._longest} tokens) does not fit {fewest} GPUs, the "
+                f"fewest that this run may have: {error}; or lower data.max_length"
             ) from None
+        return fewest
+
+    def _plan_longest(self, gpus: int, cost: CostModel, places: tuple[Place, ...]) -> None:
+        cluster = Cluster.uniform(gpus, cluster_of(places).largest_node)
+        plan_step([self._longest], cost, cluster, self.degrees(gpus))
+
+    @property
+    def _longest(self) -> int:
+        return int(self.documents.lengths.max())
 
     @property
     def _kv_heads(self) -> int:

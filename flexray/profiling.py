@@ -43,21 +43,30 @@ class Profiler:
         """`steps`: None records nothing."""
         self._pool, self._steps, self._folder = pool, steps, folder
         self._traces: list[Any] = []
+        self._records = False
 
     def before(self, step: int) -> None:
         """Call before `step` is queued."""
         if self._steps and step == self._steps.first:
             self._pool.start_profile()
+            self._records = True
 
     def after(self, step: int) -> None:
         """Call when `step` is queued."""
-        if self._steps and step == self._steps.last:
+        if self._steps and step == self._steps.last and self._records:
             self._traces = self._pool.stop_profile()
+            self._records = False
+
+    def forget(self) -> None:
+        """The ranks have changed: what they were recording is lost."""
+        self._traces, self._records = [], False
 
     def done(self, step: int) -> str | None:
         """Call when `step` is done: writes the traces after the last one and says where."""
         if self._steps is None or step != self._steps.last:
             return None
+        if not self._traces:
+            return f"No traces of steps {self._steps.first} to {step}: the ranks changed meanwhile"
         self._folder.mkdir(exist_ok=True)
         for rank, trace in enumerate(self._pool.wait(self._traces, "profile")):
             (self._folder / f"rank-{rank}.json").write_bytes(trace)

@@ -14,7 +14,7 @@ import torch
 
 from flexray.config import ClusterSection
 from flexray.errors import UserError
-from flexray.prefetch import PLANNERS
+from flexray.planning_tasks import PLANNERS
 
 CPU_RANKS = 4
 
@@ -24,7 +24,8 @@ class Resources:
     """What the run takes."""
 
     device: str  # "cpu" or "cuda"
-    gpus: int  # ranks, on CPUs too
+    target: int  # ranks that it wants, on CPUs too
+    at_start: int | None  # of them, that must be there to begin; None: all
 
 
 @contextmanager
@@ -47,7 +48,8 @@ def connected(section: ClusterSection) -> Iterator[Resources]:
             ranks = ranks_of(section, CPU_RANKS if section.device == "cpu" or not gpus else gpus)
             # Ranks may share cores. Ray keeps as many idle processes as it has CPUs: room for the
             # planner's, which would else start anew, and load their kernels, for most plans.
-            cpus = max(ranks + PLANNERS, os.cpu_count() or 1)
+            most = max(ranks, section.max_gpus or 0)
+            cpus = max(most + PLANNERS, os.cpu_count() or 1)
             ray.init(address="local", num_cpus=cpus, include_dashboard=False, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
         where = f"no Ray cluster answers at {address}" if address else "Ray did not start here"
@@ -65,8 +67,9 @@ def _resources(section: ClusterSection) -> Resources:
     if section.device == "cuda" and not gpus:
         raise UserError("cluster.device=cuda, but the Ray cluster has no GPU: use cpu or auto")
     if section.device == "cpu" or not gpus:
-        return Resources("cpu", ranks_of(section, CPU_RANKS))
-    return Resources("cuda", ranks_of(section, gpus))
+        return Resources("cpu", ranks_of(section, CPU_RANKS), section.min_gpus)
+    target = section.gpus or section.max_gpus or ranks_of(section, gpus)
+    return Resources("cuda", target, section.min_gpus)
 
 
 def ranks_of(section: ClusterSection, default: int) -> int:

@@ -50,6 +50,7 @@ def step_metrics(planned: PlannedBatch, reports: Sequence[StepReport]) -> dict[s
             "train/gradient_norm": reports[0].gradient_norm,
             "time/wait_share": waited / total,
             "time/all_to_all_share": exchanged / total,
+            "time/snapshot_share": sum(report.snapshot_ms for report in reports) / total,
             "time/idle_s": max(report.idle_ms for report in reports) / 1e3,
             "memory/peak_mb": max(report.peak_memory_mb for report in reports),
             "plan/new_communicators": max(report.new_communicators for report in reports),

@@ -82,6 +82,20 @@ class RunDirectory:
         """Every plan with its step, one JSON object a line (docs/events.md)."""
         return self.path / "plans.jsonl"
 
+    @property
+    def scale_path(self) -> Path:
+        """A request for another number of GPUs (scaling.py)."""
+        return self.path / "scale.json"
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a process trains this run now."""
+        try:
+            with self.held():
+                return False
+        except UserError:
+            return True
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Holds the folder for the process that trains; the system lets go of it with the process.

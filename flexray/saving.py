@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from flexray.actors.pool import Pool
+from flexray.actors.pool import Pool, PoolError
 from flexray.actors.worker import SaveReport
 from flexray.checkpoints import CheckpointFolder, RunState
 from flexray.errors import RunFailed, UserError
@@ -113,6 +113,26 @@ class Saver:
         except Exception as error:
             return [event, f"old checkpoints not removed: {self._where(state, error)}"]
         return [event]
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._under_way is not None
+
+    def break_off(self, steps_done: int) -> list[Ended]:
+        """Before the ranks change: keeps what is whole, and gives up what is being written.
+
+        Returns how that ended, as `poll` does.
+        """
+        try:
+            if ended := self.poll(steps_done):
+                return ended
+        except PoolError:
+            pass
+        saving, self._under_way = self._under_way, None
+        if saving is None:
+            return []
+        return [f"checkpoint of step {saving.state.step} not written: the ranks changed meanwhile"]
 
     def last(self, state: RunState) -> list[Ended]:
         """What is under way and, unless that was it, the checkpoint of the last step.

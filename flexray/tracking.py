@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from flexray.config import Config
-from flexray.events import StepEvent, ValidationEvent
+from flexray.events import GenerationEvent, StepEvent, ValidationEvent
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -126,6 +126,23 @@ class Tracker:
             return
         with self._harmless():
             self._run.log({STEP_AXIS: event.step, "validation/loss": event.loss})
+
+    def log_generation(self, event: GenerationEvent) -> None:
+        """Log a membership and what its forming took, at x = the step that it begins with."""
+        if self._run is None:
+            return
+        with self._harmless():
+            self._run.log(
+                {
+                    STEP_AXIS: event.at_step,
+                    "membership/generation": event.generation,
+                    "membership/world": event.world,
+                    "membership/pause_s": event.pause_s,
+                    "membership/steps_again": event.steps_again,
+                    "membership/cause": event.cause,
+                    "memory/copies_mb": event.copies_mb,
+                }
+            )
 
     def finish(self, summary: Mapping[str, Any] | None = None) -> None:
         """Write the summary and end the W&B run; more than once does no harm."""

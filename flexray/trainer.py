@@ -30,6 +30,7 @@ from flexray.preparation import prepare
 from flexray.profiling import Steps
 from flexray.resume import check_newest, check_unchanged, locate, run_folder
 from flexray.run_directory import RunDirectory
+from flexray.scaling import check_scale
 from flexray.solver.plan import PlanningError
 from flexray.stopping import StopRequest
 
@@ -146,6 +147,16 @@ class Trainer:
     def stop(self) -> None:
         """Ends training after the steps under way, with a checkpoint. From any thread."""
         self._stop.request()
+
+    def scale(self, gpus: int) -> None:
+        """Asks for another number of ranks, from the next step on. From any thread.
+
+        Raises UserError for a number that the config does not allow, or before `train` has begun.
+        """
+        check_scale(self.config.cluster, gpus)
+        if self._driver is None:
+            raise UserError("scale: this run is not training yet")
+        self._driver.scaling.ask(gpus)
 
     def _train(self, display: Display) -> TrainResult:
         job = prepare(self.config, self._model, self._loss)

@@ -19,7 +19,9 @@ def two_nodes():
     import ray
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+    )
     for _ in range(2):
         cluster.add_node(num_cpus=2, num_gpus=1)
     ray.init(address=cluster.address, log_to_driver=False)

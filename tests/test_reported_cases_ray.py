@@ -8,7 +8,9 @@ import re
 import pytest
 import ray
 
+from flexray.actors.membership import Membership
 from flexray.actors.pool import ImpossibleRequest, Pool, check_resources
+from flexray.actors.seat import Initial
 from flexray.actors.settings import EngineSettings
 from flexray.actors.worker import local_device
 from tests.actors.models import config
@@ -40,5 +42,8 @@ def test_duplicate_gpu_detected(two_nodes):
 def test_address_already_in_use(two_nodes, five_texts):
     """ray#35907: no fixed ports, so that two runs on one machine do not disturb each other."""
     settings = EngineSettings(model=config(vocab_size=256), timeout_s=60)
-    with Pool(2, "cpu", settings, five_texts) as one, Pool(2, "cpu", settings, five_texts) as two:
-        assert [one.form(1).world, two.form(1).world] == [2, 2]
+    pools = [Pool(Membership(2, 2), "cpu", settings, five_texts) for _ in range(2)]
+    with pools[0] as one, pools[1] as two:
+        for pool in (one, two):
+            pool.start()
+            assert pool.form(1, Initial()).world == 2

@@ -42,7 +42,19 @@ STEP = StepEvent(
     skipped=False,
 )
 GENERATION = GenerationEvent(
-    generation=1, world=2, pids=[10, 11], nodes=["a", "a"], cause="start", pause_s=3.0, at_step=1
+    generation=1,
+    world=2,
+    pids=[10, 11],
+    nodes=["a", "a"],
+    cause="start",
+    pause_s=3.0,
+    at_step=1,
+    steps_again=0,
+    form_s=0.5,
+    build_s=0.25,
+    restore_s=0.0,
+    moved_mb=0.0,
+    copies_mb=12.0,
 )
 
 

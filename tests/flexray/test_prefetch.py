@@ -6,7 +6,8 @@ import pytest
 import ray
 
 from flexray.batches import Batch
-from flexray.prefetch import PlannedBatch, PlanRequest, Prefetch
+from flexray.planning_tasks import PlanRequest
+from flexray.prefetch import PlannedBatch, Prefetch
 from flexray.solver.cluster import Cluster
 from flexray.solver.cost import CostModel
 

@@ -50,9 +50,25 @@ def test_the_longest_row_must_fit_the_smallest_cluster():
     few = job("planner.capacity=1024", "cluster.min_gpus=2")
     cost = few.cost(places(*"aaaa"))
     with pytest.raises(PlanningError, match=r"longest sequence \(3072 tokens\).*fit 2 GPUs"):
-        few.check_longest(cost, places(*"aaaa"))
+        few.fewest(cost, places(*"aaaa"))
     enough = job("planner.capacity=1024", "cluster.min_gpus=4")
-    enough.check_longest(cost, places(*"aaaa"))
+    assert enough.fewest(cost, places(*"aaaa")) == 4
+
+
+@pytest.mark.parametrize(
+    ("capacity", "settings", "fewest"),
+    [
+        (3072, (), 1),
+        (1600, (), 2),
+        (1024, (), 4),  # 3 are enough tokens, but 3 is no degree
+        (3072, ("cluster.min_gpus=3",), 3),
+        (3072, ("cluster.shard_size=2",), 2),
+        (1600, ("planner.degrees=[4]",), 4),
+    ],
+)
+def test_a_run_may_go_on_with_as_few_as_hold_the_longest_row(capacity, settings, fewest):
+    found = job(f"planner.capacity={capacity}", *settings)
+    assert found.fewest(found.cost(places(*"aaaa")), places(*"aaaa")) == fewest
 
 
 def test_degrees_are_legal_ones_that_the_config_allows():

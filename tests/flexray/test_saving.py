@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from flexray.actors.membership import Membership
 from flexray.actors.pool import Pool
+from flexray.actors.seat import Initial, Saved
 from flexray.actors.settings import EngineSettings
 from flexray.checkpoints import CheckpointFolder
 from flexray.errors import RunFailed, UserError
@@ -21,8 +23,9 @@ from tests.flexray.test_checkpoints import state
 @pytest.fixture(scope="module")
 def pool(two_nodes, five_texts):
     settings = EngineSettings(model=config(vocab_size=256), timeout_s=60)
-    with Pool(2, "cpu", settings, five_texts) as pool:
-        pool.form(1)
+    with Pool(Membership(2, 2), "cpu", settings, five_texts) as pool:
+        pool.start()
+        pool.form(1, Initial())
         yield pool
 
 
@@ -42,7 +45,8 @@ def test_a_checkpoint_is_published_once_its_step_is_written_down(pool, tmp_path)
     found = folder.newest()
     assert found.location == ended.location
     assert found.state.counters == {"updates": 0}
-    pool.load(found.location, found.state.counters)
+    pool.regroup()
+    pool.form(2, Saved(found.location, found.state.step, found.state.counters))
 
 
 def test_the_next_one_waits_for_the_one_before(pool, tmp_path):

@@ -199,21 +199,6 @@ def test_a_second_interrupt_stops_at_once(tmp_path):
     assert not alive
 
 
-def test_a_killed_actor_ends_the_run_with_one_line(tmp_path, ray_address):
-    settings = ("run.name=killed", "train.steps=100000", "cluster.gpus=3")
-    process = start(tmp_path, *settings, ray=ray_address)
-    run = tmp_path / "killed"
-    wait_for_steps(process, run, 2)
-    children = processes_of(process, run)
-    os.kill(events(run, "generation")[0]["pids"][2], signal.SIGKILL)
-    code, output = finish(process, 60)
-    assert code == 1
-    assert "Failed after" in output and "died during step" in output
-    assert "Traceback" not in output
-    _, alive = psutil.wait_procs(children, timeout=10)
-    assert not alive
-
-
 def test_gradients_that_stay_non_finite_end_the_run_with_one_line(tmp_path, ray_address):
     settings = ("run.name=inf", "train.learning_rate=1e30", "train.warmup_steps=0")
     settings += ("train.max_nonfinite_steps=2", "cluster.gpus=2")

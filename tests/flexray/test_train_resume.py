@@ -37,8 +37,8 @@ import os, signal, sys
 from flexray import Callback, Trainer
 
 class Kill(Callback):
-    def on_step(self, event):
-        if event.step == {KILLED_AFTER}:
+    def on_commit(self, step):
+        if step == {KILLED_AFTER}:
             os.kill(os.getpid(), signal.SIGKILL)
 
 Trainer({{"run": {{"dir": sys.argv[1], "name": "killed"}}}}, callbacks=[Kill()],

@@ -45,7 +45,7 @@ class Listen(Callback):
             threading.Thread(target=trainer.stop).start()
 
 class Broken(Callback):
-    def on_step(self, event):
+    def on_commit(self, step):
         raise KeyError("no\\nsuch key")
 
 train = {"steps": 100000, "dtype": "float64"}
@@ -104,7 +104,9 @@ def test_the_own_model_and_loss_were_trained(ran):
 def test_an_error_in_a_callback_ends_the_run_with_one_line_that_names_it(ran):
     _, result = ran
     message, cause = result["failure"]
-    assert message.startswith("Broken.on_step failed at step 1: KeyError: ") and "\n" not in message
+    assert (
+        message.startswith("Broken.on_commit failed at step 1: KeyError: ") and "\n" not in message
+    )
     assert cause.startswith("KeyError(")
     assert not [name for name in result["left"] if name.startswith("ray")]
 
