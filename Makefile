@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test fuzz lint clean
+.PHONY: help install train test fuzz chaos lint clean
 
 help: ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -26,6 +26,9 @@ test: install ## run all tests
 
 fuzz: install ## plan and verify 10,000 random problems: minutes
 	@FLEXRAY_FUZZ=10000 $(BIN)/python -m pytest tests/solver/test_planner.py -k any_instance
+
+chaos: install ## train 2,000 steps while 500 things go wrong: hours
+	@FLEXRAY_CHAOS=500 $(BIN)/python -m pytest -s tests/chaos
 
 lint: install ## formatting, lint and types
 	@$(BIN)/ruff format --check .
