@@ -322,9 +322,9 @@ class Driver:
         while not self.pool.candidates():
             if not is_told:
                 self.journal.message(
-                    f"{len(self.membership.alive)} ranks are left and at least "
-                    f"{self.membership.least} are needed: waiting for more, for "
-                    f"{self.config.cluster.wait_s:g} s (cluster.wait_s)"
+                    f"{len(self.membership.alive)} of the {self.membership.least} ranks that are "
+                    f"needed are there: waiting for more, for {self.config.cluster.wait_s:g} s "
+                    "(cluster.wait_s)"
                 )
                 is_told = True
             if self.stop.requested or time.monotonic() > deadline:
@@ -338,8 +338,8 @@ class Driver:
         """With the ranks that are left only the state is saved."""
         if not self.stop.requested:
             self.gave_up = (
-                f"no {self.membership.least} ranks came in {self.config.cluster.wait_s:g} s "
-                "(cluster.wait_s)"
+                f"{self.membership.least} ranks are needed and did not come in "
+                f"{self.config.cluster.wait_s:g} s (cluster.wait_s)"
             )
         self.membership.least = 1
         if not self.pool.candidates():

@@ -37,6 +37,8 @@ def connected(section: ClusterSection) -> Iterator[Resources]:
     """
     # Otherwise Ray prints a tip about a later default for every task without a GPU.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # And a traceback for every call that failed with a rank: the run says in a line what it does.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     address = section.address or os.environ.get("RAY_ADDRESS")
     on_sigterm = signal.getsignal(signal.SIGTERM)
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}

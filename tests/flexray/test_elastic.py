@@ -148,8 +148,11 @@ def test_too_few_ranks_are_waited_for_and_then_the_state_is_saved(tmp_path, addr
     for other in others:
         ray.kill(other)
     assert code == 1
-    assert "1 ranks are left and at least 2 are needed: waiting for more, for 4 s" in output
-    assert "no 2 ranks came in 4 s (cluster.wait_s)" in output and "Traceback" not in output
+    assert "1 of the 2 ranks that are needed are there: waiting for more, for 4 s" in output
+    assert (
+        "2 ranks are needed and did not come in 4 s (cluster.wait_s)" in output
+        and "Traceback" not in output
+    )
     done = len(events(run, "step"))
     assert [e["step"] for e in events(run, "checkpoint")] == [done]
     assert f"To go on from step {done}: flexray train --resume {run}" in output
