@@ -93,6 +93,18 @@ def dying(owner, name, *, call=1, after=False):
     setattr(owner, name, wrapper)
 
 
+def slow_down(owner, name):
+    """Lets some time pass with every item of a generator."""
+    function = getattr(owner, name)
+
+    def wrapper(*args):
+        for item in function(*args):
+            time.sleep(0.01)
+            yield item
+
+    setattr(owner, name, wrapper)
+
+
 def in_the_middle(owner, name, *, items):
     """Has the process die when a generator has given so many."""
     function = getattr(owner, name)
@@ -123,8 +135,9 @@ POINTS = {
     "checksums": lambda w: dying(reshard, "checksum", call=9),
     "first snapshot": lambda w: dying(HostCopy, "take"),
     "in mid transfer": lambda w: dying(reshard, "_exchange", call=3),
+    "slow replication, no death": lambda w: slow_down(replication, "_pieces"),
 }
-IN_A_STEP, IN_A_JOIN = list(POINTS)[:9], list(POINTS)[9:-1]
+IN_A_STEP, IN_A_JOIN = list(POINTS)[:9], list(POINTS)[9:15]
 
 
 SPARE = []  # pipes and processes that have survived a run
@@ -302,6 +315,11 @@ def test_in_a_step(undisturbed, point):
 def test_in_the_first_step_of_a_generation_that_a_death_began(undisturbed, point):
     deaths = {("step", 3): {1: "backward"}, ("first step", 1): {3: point}}
     check(run(4, deaths), undisturbed, 3)
+
+
+def test_of_a_rank_whose_copies_are_long_under_way(undisturbed):
+    deaths = {("step", 1): {1: "slow replication, no death"}, ("step", 5): {1: "forward"}}
+    check(run(4, deaths), undisturbed, 2)
 
 
 @pytest.mark.parametrize("point", IN_A_JOIN)
