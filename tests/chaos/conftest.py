@@ -21,24 +21,23 @@ PREEMPTION = 2  # DrainNodeReason
 
 
 class Nodes:
-    """Three nodes of two CPUs; one that is taken away is followed by another."""
+    """Three nodes of two CPUs; one that is taken away is followed by another, by `refill`."""
 
     def __init__(self, cluster):
         self.cluster = cluster
         self.nodes = {}
-        for _ in range(3):
-            self.add()
+        self.refill()
 
-    def add(self):
-        """One more node."""
-        node = self.cluster.add_node(num_cpus=2)
-        self.nodes[node.node_id] = node
+    def refill(self):
+        """As many as at first. In the main thread: Ray sets signal handlers."""
+        while len(self.nodes) < 3:
+            node = self.cluster.add_node(num_cpus=2)
+            self.nodes[node.node_id] = node
 
     def kill(self, node_id):
         """SIGKILLs the raylet of a node."""
         if node := self.nodes.pop(node_id, None):
             self.cluster.remove_node(node, allow_graceful=False)
-            self.add()
 
     def drain(self, node_id):
         """Tells Ray that a node will be gone in a minute."""
@@ -51,7 +50,6 @@ class Nodes:
             GcsClient(address=self.cluster.address).drain_node(
                 node_id, PREEMPTION, "spot notice of a test", int(1000 * (time.time() + 60))
             )
-        self.add()
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,8 @@ def schedule(seed: int, events: int, steps: int, step_s: float) -> list[Event]:
 class Chaos(Callback):
     """Does what a schedule says to the ranks of this run.
 
-    `scale` asks the run for a size, `drain` and `kill_node` take a node away and bring another.
+    `scale` asks the run for a size, `drain` and `kill_node` take a node away, `refill` brings
+    others.
     """
 
     def __init__(
@@ -60,9 +61,10 @@ class Chaos(Callback):
         scale: Callable[[int], None],
         drain: Callable[[str], None],
         kill_node: Callable[[str], None],
+        refill: Callable[[], None],
     ) -> None:
         self.todo, self.random, self.sizes = list(events), Random(seed), sizes
-        self.scale, self.drain, self.kill_node = scale, drain, kill_node
+        self.scale, self.drain, self.kill_node, self.refill = scale, drain, kill_node, refill
         self.pids: list[int] = []
         self.nodes: list[str] = []
         self.done: list[str] = []
@@ -74,6 +76,7 @@ class Chaos(Callback):
 
     def on_step(self, event):
         """One event at a time, the next when its step has come."""
+        self.refill()
         if self.todo and event.step >= self.todo[0].step:
             due = self.todo.pop(0)
             thread = threading.Thread(target=self._do, args=(due,), daemon=True)

@@ -60,6 +60,7 @@ def runs(tmp_path_factory, nodes):
         scale=None,
         drain=nodes.drain,
         kill_node=nodes.kill,
+        refill=nodes.refill,
     )
     limits = ("cluster.gpus=4", "cluster.min_gpus=2", "cluster.silence_s=4")
     disturbed = train(folder, "disturbed", address, *limits, callbacks=[chaos])
