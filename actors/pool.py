@@ -198,10 +198,9 @@ class Pool:
         """
         members = self.membership.wanted()
         places = self.candidates()
-        leavers = self._leavers(members)
-        participants = (*members, *leavers)
-        serves = isinstance(origin, Copies)
-        self._number, self._ranks = number, participants if serves else members
+        leavers = self._leavers(members, origin) if isinstance(origin, Copies) else []
+        before, self._ranks = self._ranks, (*members, *leavers)
+        self._number = number
         self._owners[number], self._origin = self._shard_size or len(members), origin
         seats = [
             Seat(
@@ -222,7 +221,7 @@ class Pool:
         joined = self.wait(joins, "join")
         self._ranks = members
         self.membership.formed(members)
-        for actor in leavers:
+        for actor in {*before, *leavers} - {*members}:
             self._end(actor)
         return Generation(number, places, tuple(joined[: len(members)]))
 
@@ -258,11 +257,14 @@ class Pool:
     def newest_copies(self) -> Copies | None:
         """The newest state that the actors' host copies cover, after `regroup`."""
         members = self.membership.wanted()
-        participants = (*members, *self._leavers(members))
         trusted = {
             actor: [h for h in held if (h.generation, h.step) not in self._corrupt]
             for actor, held in self._holdings.items()
         }
+        newest = newest_copies(trusted, self._owners, list(trusted))
+        if newest is None:
+            return None
+        participants = (*members, *self._leavers(members, newest))
         return newest_copies(trusted, self._owners, participants)
 
     def settle(self, step: int) -> None:
@@ -353,9 +355,14 @@ class Pool:
     def _workers(self) -> list[Any]:
         return [self._actors[actor] for actor in self._ranks]
 
-    def _leavers(self, members: Sequence[int]) -> list[int]:
-        """Actors outside `members` whose host copies may be needed."""
-        return [a for a, held in self._holdings.items() if held and a not in members]
+    def _leavers(self, members: Sequence[int], origin: Copies) -> list[int]:
+        """Actors outside `members` that have host copies of `origin`."""
+        state = (origin.generation, origin.step)
+        return [
+            actor
+            for actor, held in self._holdings.items()
+            if actor not in members and any((h.generation, h.step) == state for h in held)
+        ]
 
     def _check_pulse(self, what: str) -> None:
         """Raises Broken when a rank is stopped: its neighbours would wait for it for long."""
