@@ -21,6 +21,7 @@ import ray
 import torch.distributed as dist
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
+from flexray.actors.checkpoint import CheckpointFailed
 from flexray.actors.drains import Drains
 from flexray.actors.membership import Change, Membership, buddy_shift, newest_copies
 from flexray.actors.pulse import Pulse
@@ -34,6 +35,7 @@ from flexray.datasets.data_source import DataSource
 from flexray.solver.cluster import Cluster
 
 START_TIMEOUT_S = 300.0
+BUSY_S = 30.0  # without another actor: then the cluster's others have the rest
 LOOK_S = 0.5  # between looks at what does not come by itself
 LEAVE_SLACK_S = 30.0  # over a collective's time-out
 
@@ -125,7 +127,8 @@ class Pool:
             ImpossibleRequest: the cluster cannot have `at_start` now.
         """
         self.membership = membership
-        self._have = check_resources(at_start or membership.target, device)
+        key = "cluster.min_gpus" if at_start else "cluster.gpus"
+        self._have = check_resources(at_start or membership.target, device, key)
         environment = {
             # One thread a rank on CPUs; NCCL keeps the order in which we issue collectives.
             "OMP_NUM_THREADS": "1",
@@ -156,9 +159,8 @@ class Pool:
         self._pulse, self._drains = Pulse(silence_s), Drains()
         self._failed_starts = 0
         self._next_start = 0.0
-        # The driver owns the store: it outlives every generation. Port 0: any free one.
+        self._news: list[str] = []
         self._host = ray.util.get_node_ip_address()
-        self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
         self._ask_for_actors()
 
     def start(self) -> None:
@@ -167,19 +169,26 @@ class Pool:
         Raises PoolError when one dies or does not start in time.
         """
         wanted = min(self.membership.target, self._have)
-        deadline = time.monotonic() + START_TIMEOUT_S
+        began = last_news = time.monotonic()
         while (missing := wanted - len(self.membership.alive)) > 0:
-            if time.monotonic() > deadline:
-                if self.membership.wanted():
-                    return  # the others join when they come
+            now = time.monotonic()
+            if self.membership.wanted() and now - last_news > BUSY_S:
+                return  # the others join when they come
+            if now - began > START_TIMEOUT_S:
                 raise PoolError(f"{missing} of {wanted} actors did not start in time")
-            self._hear_of_starts(LOOK_S, is_first=True)
+            if self._hear_of_starts(LOOK_S, is_first=True):
+                last_news = now
 
     def watch(self) -> None:
         """Hears, without waiting, of actors that have started and nodes that drain."""
         self._hear_of_starts(0.0)
         self.membership.drain(self._drains.nodes())
         self._ask_for_actors()
+
+    def news(self) -> list[str]:
+        """What a user ought to know, in lines, since the last call."""
+        news, self._news = self._news, []
+        return news
 
     def candidates(self) -> tuple[Place, ...]:
         """The members that the next generation would have; none while there are too few."""
@@ -201,6 +210,9 @@ class Pool:
         leavers = self._leavers(members, origin) if isinstance(origin, Copies) else []
         before, self._ranks = self._ranks, (*members, *leavers)
         self._number = number
+        # The driver owns it: whoever dies, the others meet there. One a generation: keys of many
+        # would pile up. Port 0: any free one.
+        self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
         self._owners[number], self._origin = self._shard_size or len(members), origin
         seats = [
             Seat(
@@ -294,7 +306,11 @@ class Pool:
 
     def sees(self, path: str) -> list[bool]:
         """Whether each living actor sees a file of the driver's."""
-        return ray.get([self._actors[a].sees.remote(path) for a in self.membership.alive])
+        calls = [self._actors[actor].sees.remote(path) for actor in self.membership.alive]
+        try:
+            return ray.get(calls, timeout=START_TIMEOUT_S)
+        except RayError as error:
+            raise PoolError(f"an actor died during start: {_first_line(error)}") from None
 
     def start_profile(self) -> None:
         """Has every rank record from behind what is queued."""
@@ -326,7 +342,9 @@ class Pool:
                 line = f"rank {rank} failed during {what}: {_one_line(cause)}"
                 if isinstance(cause, CorruptState) and isinstance(self._origin, Copies):
                     self._corrupt.add((self._origin.generation, self._origin.step))
-                if isinstance(cause, CorruptState | CollectiveFailed):
+                # A rank that dies while a checkpoint is read spoils it for the others.
+                is_unread = what == "join" and isinstance(cause, CheckpointFailed)
+                if isinstance(cause, CorruptState | CollectiveFailed) or is_unread:
                     raise self._broken(line) from None
                 if what == "join" and isinstance(cause, ValueError):
                     raise ImpossibleRequest(_one_line(cause)) from None
@@ -395,13 +413,14 @@ class Pool:
         for actor in [*list(self._starting.values())[::-1], *spare][: max(0, -missing)]:
             self._end(actor)
 
-    def _hear_of_starts(self, timeout_s: float, *, is_first: bool = False) -> None:
-        """Takes in the actors that have started. Raises PoolError for one that fails at first.
+    def _hear_of_starts(self, timeout_s: float, *, is_first: bool = False) -> bool:
+        """Takes in the actors that have started; whether there were any.
 
-        Later ones that fail are asked for again, ever more slowly.
+        Raises PoolError for one that fails at first. Later ones are asked for again, ever more
+        slowly.
         """
         if not self._starting:
-            return
+            return False
         calls = list(self._starting)
         done, _ = ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
         for call in done:
@@ -410,16 +429,19 @@ class Pool:
                 place = ray.get(call)
             except RayError as error:
                 self._end(actor)
+                # Of an error in the constructor Ray tells the traceback; its end is it.
+                why = f"an actor died during start: {str(error).strip().splitlines()[-1]}"
                 if is_first:
-                    # Of an error in the constructor Ray tells the traceback; its end is it.
-                    why = str(error).strip().splitlines()[-1]
-                    raise PoolError(f"an actor died during start: {why}") from None
+                    raise PoolError(why) from None
                 self._failed_starts += 1
-                self._next_start = time.monotonic() + min(60.0, 2.0**self._failed_starts)
+                pause_s = min(60.0, 2.0**self._failed_starts)
+                self._next_start = time.monotonic() + pause_s
+                self._news.append(f"{why} (another one is asked for in {pause_s:g} s)")
                 continue
             self._failed_starts = 0
             self._places[actor] = place
             self.membership.started(actor, place.node, place.gpu)
+        return bool(done)
 
     def _end(self, actor: int) -> None:
         """Ends an actor, whatever its state, and forgets it."""
@@ -447,8 +469,8 @@ def _one_line(error: BaseException) -> str:
     return text if ours else f"{type(error).__name__}: {text}"
 
 
-def check_resources(size: int, device: str) -> int:
-    """How many GPUs (or CPUs) the cluster has.
+def check_resources(size: int, device: str, key: str = "cluster.gpus") -> int:
+    """How many GPUs (or CPUs) the cluster has; `key` of the config wants `size`.
 
     Raises ImpossibleRequest with what is needed and what is there, where Ray would wait.
     """
@@ -457,8 +479,8 @@ def check_resources(size: int, device: str) -> int:
     have = [int(node["Resources"].get(kind, 0)) for node in nodes]
     if sum(have) < size:
         raise ImpossibleRequest(
-            f"cluster.gpus={size} needs {size} {kind}s and the cluster has {sum(have)} "
+            f"{key}={size} needs {size} {kind}s and the cluster has {sum(have)} "
             f"({', '.join(map(str, have))} on {len(have)} node{'s'[: len(have) != 1]}): "
-            f"lower cluster.gpus or add nodes"
+            f"lower {key} or add nodes"
         )
     return sum(have)

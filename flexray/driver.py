@@ -22,6 +22,7 @@ from flexray.actors.pool import (
     cluster_of,
 )
 from flexray.actors.seat import Copies, Initial, Saved
+from flexray.actors.worker import Place
 from flexray.batches import Batch, batches
 from flexray.callbacks import Callbacks
 from flexray.checkpoints import Checkpoint, CheckpointFolder, RunState
@@ -88,7 +89,7 @@ class Driver:
         self.nonfinite = NonfinitePolicy(self.config.train.max_nonfinite_steps)
         self.loop: StepLoop | None = None  # of the present generation
         self.number = self.journal.last_generation
-        self.steps_again = 0  # that the next generation makes again
+        self.begun = 0  # the newest step that had begun when a generation was lost
         self.failures: list[bool] = []  # since a step was committed: whether a rank was lost
         self.failed_at = 0  # steps that were committed then
         self.gave_up = ""  # why the run is to end, with a checkpoint
@@ -180,17 +181,10 @@ class Driver:
         """Forms the next generation; its first steps are planned meanwhile."""
         self._wait_for_members()
         origin = self._origin()
-        places = self.pool.candidates()
-        cost, self.degrees = self.job.cost(places), self.job.degrees(len(places))
-        self.calibrator = Calibrator(with_learned(cost, learned(self.calibrator.cost)))
-        self.cluster = cluster_of(places)
         self.communicators = CommunicatorCache(self.config.planner.communicators_per_rank)
-        prefetch = Prefetch(
-            self.ledger.rewind(),
-            ahead=self.config.planner.prefetch,
-            request=self._plan_request,
-            tight_bound=self.tight_bound,
-        )
+        # Ranks that only save the state need no plan, and may be too few for one.
+        work = self.ledger.rewind()
+        prefetch = () if self._is_ending else self._prefetch(work, self.pool.candidates())
         self.number += 1
         self.generation = self.pool.form(self.number, origin)
         self.membership.least = self.fewest
@@ -198,9 +192,9 @@ class Driver:
             self.generation,
             cause,
             pause_s=time.monotonic() - self.since,
-            steps_again=self.steps_again,
+            steps_again=max(0, self.begun - self.journal.steps_done),
         )
-        self.steps_again = 0
+        self.begun = 0
         self.loop = StepLoop(
             self.pool,
             self.generation,
@@ -218,7 +212,19 @@ class Driver:
         )
         self.state = State.RUNNING
 
-    def _run_steps(self) -> Change | None:
+    def _prefetch(self, work: Ledger, places: tuple[Place, ...]) -> Prefetch:
+        """Plans of what is not committed yet, on these ranks."""
+        cost, self.degrees = self.job.cost(places), self.job.degrees(len(places))
+        self.calibrator = Calibrator(with_learned(cost, learned(self.calibrator.cost)))
+        self.cluster = cluster_of(places)
+        return Prefetch(
+            work,
+            ahead=self.config.planner.prefetch,
+            request=self._plan_request,
+            tight_bound=self.tight_bound,
+        )
+
+    def _run_steps(self) -> Cause | None:
         """Until the run is through, None, or other members are due: why."""
         assert self.loop is not None
         self.stop.heard = lambda: self.journal.message(
@@ -231,10 +237,10 @@ class Driver:
                 self._finish(self.loop)
         except PlanningError as error:
             self._outgrown(error)
-            return "scale"
+            return "memory"
         except RunFailed:  # of a callback, or too many steps skipped: the ranks are well
             with suppress(PoolError):
-                self.journal.checkpoints(self.saver.finish())
+                self.journal.checkpoints(self.saver.finish(self.journal.steps_done))
             raise
         return change
 
@@ -243,14 +249,16 @@ class Driver:
         return self.stop.requested or bool(self.gave_up)
 
     def _is_over(self) -> bool:
-        self.pool.watch()
-        self._hear_of_scaling()
+        self._look_around()
         return self._is_ending or self._due_change() is not None
 
     def _due_change(self) -> Change | None:
-        """Why other members are due; no hurry while a checkpoint is written, but for a drain."""
+        """Why other members are due. But for a drain, a checkpoint is first written to its end."""
+        assert self.loop is not None
         change = self.pool.change
-        return None if change == "scale" and self.saver.is_writing else change
+        is_put_off = change == "scale" and self.saver.step is not None
+        self.loop.holds_saves = is_put_off
+        return None if is_put_off else change
 
     def _finish(self, loop: StepLoop) -> None:
         """Commits what is done, and writes the last checkpoint."""
@@ -275,8 +283,10 @@ class Driver:
         self._pause()
         losses = self.pool.regroup()
         self.pool.watch()  # replacements are on their way from here on
-        if self.loop and (copies := self.pool.newest_copies()):
-            self.steps_again += self.loop.rescue(copies.step)
+        if self.loop:
+            self.begun = max(self.begun, self.loop.begun)
+            if copies := self.pool.newest_copies():
+                self.loop.rescue(copies.step)
         self.loop = None
         self.journal.checkpoints(self.saver.break_off(self.journal.steps_done))
         if self.journal.steps_done > self.failed_at:
@@ -301,7 +311,8 @@ class Driver:
         copies = self.pool.newest_copies()
         if copies and copies.step >= self.journal.steps_done:
             return copies
-        newest = self.checkpoints.newest() or self.resume
+        saved = [c for c in (self.resume, self.checkpoints.newest()) if c]
+        newest = max(saved, key=lambda checkpoint: checkpoint.state.step, default=None)
         step = newest.state.step if newest else 0
         if lost := self.journal.steps_done - step:
             where = f"the checkpoint of step {step}" if newest else "the start: no checkpoint yet"
@@ -311,7 +322,8 @@ class Driver:
             )
             self.journal.back_to(step, newest.location if newest else "")
             self.ledger = self._ledger_after(newest)
-            self.steps_again += lost
+            self.nonfinite = NonfinitePolicy(self.config.train.max_nonfinite_steps)
+            self.begun, self.failed_at = max(self.begun, step + lost), step
         return Saved(newest.location, step, newest.state.counters) if newest else Initial()
 
     def _wait_for_members(self) -> None:
@@ -331,8 +343,7 @@ class Driver:
                 self._give_up()
                 return
             time.sleep(LOOK_S)
-            self.pool.watch()
-            self._hear_of_scaling()
+            self._look_around()
 
     def _give_up(self) -> None:
         """With the ranks that are left only the state is saved."""
@@ -343,19 +354,28 @@ class Driver:
             )
         self.membership.least = 1
         if not self.pool.candidates():
-            raise RunFailed(f"{self.gave_up or 'stopped'}, and none is left")
+            why = self.gave_up or "stopped while it waited for ranks"
+            raise RunFailed(f"{why}, and those that are left are too few to save the state")
 
     def _outgrown(self, error: PlanningError) -> None:
-        """Has the run wait for more ranks. Raises the error where no more are wanted."""
+        """Has the run wait for more ranks.
+
+        Raises the error where no more are wanted; what was trained is saved then.
+        """
         assert self.loop is not None
         world = self.generation.world
-        if self.membership.target <= world:
-            raise error
         self.loop.complete_all()
+        if self.membership.target <= world:
+            self._finish(self.loop)
+            raise error
         self.journal.message(f"{world} ranks are too few: {error}")
         self.membership.least = world + 1
 
-    def _hear_of_scaling(self) -> None:
+    def _look_around(self) -> None:
+        """Hears what has become of actors and nodes, and what is asked of the run."""
+        self.pool.watch()
+        for line in self.pool.news():
+            self.journal.message(line)
         gpus = self.scaling.take()
         if gpus is None:
             return

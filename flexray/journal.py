@@ -148,7 +148,7 @@ class Journal:
         """Takes out what came after `step`: it is trained again from there."""
         self._events.close()
         self._plans.close()
-        lost, _ = cut_logs(self._run, step)
+        lost, _ = cut_logs(self._run, step, only=("step", "validation"))
         self._events, self._plans = EventLog(self._run.events_path), PlanLog(self._run.plans_path)
         self.steps_done = step
         self._events.write(ResumeEvent(location=location, at_step=step + 1, lost_steps=lost))

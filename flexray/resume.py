@@ -129,11 +129,12 @@ def _differences(old: Any, new: Any, above: str = "") -> Iterator[tuple[str, Any
         yield from _differences(old.get(key), new.get(key), f"{above}.{key}" if above else key)
 
 
-def cut_logs(run: RunDirectory, step: int) -> tuple[int, int]:
+def cut_logs(run: RunDirectory, step: int, only: tuple[str, ...] | None = None) -> tuple[int, int]:
     """Takes out of a run's logs what came after `step`, as if the run had stopped there.
 
-    So `step` events stay contiguous and none is there twice. Returns how many steps were taken
-    out, and the last generation that is left (0: none).
+    So `step` events stay contiguous and none is there twice. `only`: kinds of events; those of
+    others stay. Returns how many steps were taken out, and the last generation that is left (0:
+    none).
     """
     lost = generation = 0
     for path in (run.events_path, run.plans_path):
@@ -143,7 +144,8 @@ def cut_logs(run: RunDirectory, step: int) -> tuple[int, int]:
         kept.unlink(missing_ok=True)
         with JsonLinesWriter(kept) as writer:
             for record in read_json_lines(path):
-                if record.get("step", record.get("at_step", 0)) > step:
+                after = record.get("step", record.get("at_step", 0)) > step
+                if after and (only is None or record.get("kind", "step") in only):
                     lost += record.get("kind") == "step"
                     continue
                 if record.get("kind") == "generation":

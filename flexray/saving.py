@@ -60,38 +60,38 @@ class Saver:
         self._why = ""  # the newest failure
 
     def start(self, state: RunState) -> list[Ended]:
-        """Has the ranks save behind what is queued; first `finish`es what is being written.
+        """Has the ranks save behind what is queued: why it could not begin, if so.
 
-        Returns how that ended, and why this one could not begin.
+        Nothing may be being written.
         """
-        ended = self.finish()
+        assert self._under_way is None
         try:
             location = self.folder.begin(state.step)
         except Exception as error:  # each file system raises its own
-            return [*ended, self._not_written(state, error)]
+            return [self._not_written(state, error)]
         self._under_way = _Saving(state, *self._pool.save(location), time.perf_counter())
-        return ended
+        return []
 
     def poll(self, steps_done: int) -> list[Ended]:
-        """`finish`, if that takes no waiting.
-
-        `steps_done`: the last step that is written down; no checkpoint is whole before its step is.
-        """
+        """`finish`, if that takes no waiting."""
         saving = self._under_way
         if saving is None or saving.state.step > steps_done:
             return []
         calls = saving.copies + saving.writes
         done, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
-        return self.finish() if len(done) == len(calls) else []
+        return self.finish(steps_done) if len(done) == len(calls) else []
 
-    def finish(self) -> list[Ended]:
+    def finish(self, steps_done: int) -> list[Ended]:
         """Waits until what is being written is whole, and removes old ones: how that ended.
 
-        Raises PoolError when a rank is lost.
+        `steps_done`: the last step that is written down. A checkpoint of a later one is given up:
+        a resume would leave those steps out. Raises PoolError when a rank is lost.
         """
         saving, self._under_way = self._under_way, None
         if saving is None:
             return []
+        if saving.state.step > steps_done:
+            return [self._not_written(saving.state, ValueError("its step is not written down"))]
         copies: list[SaveReport] = self._pool.wait(saving.copies, "save")
         failures = [why for why in self._pool.wait(saving.writes, "save") if why]
         state = replace(saving.state, counters=copies[0].counters)
@@ -115,9 +115,9 @@ class Saver:
         return [event]
 
     @property
-    def is_writing(self) -> bool:
-        """Whether a checkpoint is being written."""
-        return self._under_way is not None
+    def step(self) -> int | None:
+        """Of the checkpoint that is being written, if one is."""
+        return self._under_way.state.step if self._under_way else None
 
     def break_off(self, steps_done: int) -> list[Ended]:
         """Before the ranks change: keeps what is whole, and gives up what is being written.
@@ -137,11 +137,11 @@ class Saver:
     def last(self, state: RunState) -> list[Ended]:
         """What is under way and, unless that was it, the checkpoint of the last step.
 
-        Raises RunFailed when that could not be written.
+        All steps are written down. Raises RunFailed when it could not be written.
         """
-        ended = self.finish()
+        ended = self.finish(state.step)
         if state.step > self.newest:
-            ended += [*self.start(state), *self.finish()]
+            ended += [*self.start(state), *self.finish(state.step)]
         if state.step > self.newest:
             raise RunFailed(f"the last checkpoint could not be written: {self._why}")
         return ended

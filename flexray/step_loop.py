@@ -8,18 +8,18 @@ to be in another rank's memory too (design: the return of any later collective s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from flexray.actors.pool import Generation, Pool
+from flexray.actors.pool import Generation, Pool, PoolError
 from flexray.actors.work import EvaluationReport, RankStep, StepReport, slices
 from flexray.batches import Batch
 from flexray.checkpoints import RunState
 from flexray.journal import Journal
 from flexray.ledger import Ledger
 from flexray.nonfinite import NonfinitePolicy
-from flexray.prefetch import PlannedBatch, Prefetch
+from flexray.prefetch import PlannedBatch
 from flexray.profiling import Profiler
 from flexray.records import spans
 from flexray.saving import Saver
@@ -49,7 +49,7 @@ class StepLoop:
         self,
         pool: Pool,
         generation: Generation,
-        prefetch: Prefetch,
+        prefetch: Iterable[PlannedBatch],
         communicators: CommunicatorCache,
         *,
         ledger: Ledger,
@@ -67,11 +67,12 @@ class StepLoop:
         self.communicators = communicators
         self.ledger, self.journal, self.saver, self.profiler = ledger, journal, saver, profiler
         self.nonfinite, self.calibrator, self.state_after = nonfinite, calibrator, state_after
-        self.save_every, self.copy_every = save_every, copy_every
+        self.save_every, self.copy_every = save_every or 0, copy_every
         self.in_flight: deque[InFlight] = deque()
         self.validation = ValidationSum()
         self.copied = 0  # the last step whose copies are under way, and are there by the next work
         self.first_step: int | None = None  # of this generation
+        self.holds_saves = False  # another generation is due when what is being written is whole
 
     def run(self, is_over: Callable[[], bool]) -> bool:
         """Until there are no more batches, or until `is_over` between two steps.
@@ -79,9 +80,9 @@ class StepLoop:
         Returns whether there are no more. All that was sent is complete then. Raises PlanningError
         for a batch that these ranks cannot hold, and Broken when the generation is over.
         """
-        last, is_between_steps = self.ledger.committed, True
+        last = self.ledger.committed
         for planned in self.prefetch:
-            if is_between_steps and is_over():
+            if not planned.batch.held_out and is_over():  # a validation is not broken off
                 self.complete_all()
                 return False
             self.in_flight.append(self._dispatch(planned))
@@ -89,8 +90,7 @@ class StepLoop:
                 self._complete()
             if not planned.batch.held_out:
                 last = planned.batch
-            is_between_steps = planned.batch.ends_step
-            if last and is_between_steps:
+            if last and planned.batch.ends_step:
                 self._save_if_due(last)
         self.complete_all()
         return True
@@ -106,23 +106,32 @@ class StepLoop:
         self.pool.settle(step)
         self._commit(step)
 
-    def rescue(self, step: int) -> int:
+    @property
+    def begun(self) -> int:
+        """The newest step that has begun."""
+        first = [work.batch.step for work in self.in_flight if not work.batch.held_out][:1]
+        return max([self.ledger.newest_done or self.journal.steps_done, *first])
+
+    def rescue(self, step: int) -> None:
         """Commits up to `step` after the generation is over, from what was still reported.
 
-        Returns how many steps after it were begun: they are to be made again.
+        Raises PoolError when nobody reports a step that was made.
         """
         while any(not w.batch.held_out and w.batch.step <= step for w in self.in_flight):
             work = self.in_flight.popleft()
+            reports = self.pool.answered(work.calls)
+            if work.calls and not reports:
+                raise PoolError(f"step {work.batch.step} was made and nobody reports it")
             # All survivors have made it; one report has all that is written down.
-            self._take(work, self.pool.answered(work.calls))
+            self._take(work, reports)
         self._commit(step)
-        begun = [w.batch.step for w in self.in_flight if not w.batch.held_out][:1]
-        return max([self.ledger.newest_done or step, *begun]) - step
 
     def _dispatch(self, planned: PlannedBatch) -> InFlight:
         batch = planned.batch
-        # Before a validation too: it commits the step, so that it is never made twice.
-        is_copied = batch.step % self.copy_every == 0 or not batch.ends_step
+        # Before a validation and a checkpoint too: they count on a step that is committed.
+        is_copied = (
+            batch.step % self.copy_every == 0 or not batch.ends_step or self._is_to_be_saved(batch)
+        )
         work = self._slices(planned, is_copied)
         if batch.held_out:
             return InFlight(planned, self.pool.evaluate(work) if work else [], False)
@@ -193,5 +202,14 @@ class StepLoop:
             self.nonfinite.check(done.reports)
 
     def _save_if_due(self, batch: Batch) -> None:
-        if self.save_every and batch.step % self.save_every == 0:
-            self.journal.checkpoints(self.saver.start(self.state_after(batch)))
+        if not self._is_to_be_saved(batch) or self.holds_saves:
+            return
+        if self.saver.step is not None:  # it is still being written: wait
+            self.complete_all()
+            if self.saver.step is not None and self.saver.step > self.journal.steps_done:
+                self.settle()
+            self.journal.checkpoints(self.saver.finish(self.journal.steps_done))
+        self.journal.checkpoints(self.saver.start(self.state_after(batch)))
+
+    def _is_to_be_saved(self, batch: Batch) -> bool:
+        return self.save_every > 0 and batch.step % self.save_every == 0

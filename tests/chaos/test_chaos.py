@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections import Counter
+from itertools import accumulate
 
 import pytest
 
@@ -17,10 +19,11 @@ from tests.chaos.schedule import Chaos, schedule
 from tests.flexray.runs import SMALL
 
 EVENTS = int(os.environ.get("FLEXRAY_CHAOS", "40"))
-STEPS = 200 if EVENTS <= 40 else 4 * EVENTS
+IS_LONG = EVENTS > 40
+STEPS = 4 * EVENTS if IS_LONG else 200
 SEED = int(os.environ.get("FLEXRAY_CHAOS_SEED", "1"))
 
-pytestmark = pytest.mark.timeout(600 if EVENTS <= 40 else 6 * 3600)
+pytestmark = pytest.mark.timeout(6 * 3600 if IS_LONG else 900)
 
 SETTINGS = (
     *SMALL,
@@ -32,6 +35,7 @@ SETTINGS = (
     "planner.capacity=100000",
     "tracking.wandb=disabled",
     "checkpoint.every=20",
+    "checkpoint.keep=1000",
 )
 SIZES = range(2, 6)
 
@@ -47,9 +51,14 @@ def train(folder, name, *settings, callbacks=()):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, nodes):
+def folder(tmp_path_factory):
+    """Of the runs."""
+    return tmp_path_factory.mktemp("chaos")
+
+
+@pytest.fixture(scope="module")
+def runs(folder, nodes):
     """An undisturbed run, and one that everything happens to."""
-    folder = tmp_path_factory.mktemp("chaos")
     address = f"cluster.address={nodes.cluster.address}"
     quiet = train(folder, "quiet", address, "cluster.gpus=2")
     step_s = sorted(e["step_s"] for e in quiet if e["kind"] == "step")[STEPS // 2]
@@ -62,11 +71,27 @@ def runs(tmp_path_factory, nodes):
         kill_node=nodes.kill,
         refill=nodes.refill,
     )
-    limits = ("cluster.gpus=4", "cluster.min_gpus=2", "cluster.silence_s=4")
-    disturbed = train(folder, "disturbed", address, *limits, callbacks=[chaos])
+    elastic = ("cluster.gpus=4", "cluster.min_gpus=2", "cluster.silence_s=4")
+    disturbed = train(folder, "disturbed", address, *elastic, callbacks=[chaos])
     for thread in chaos.threads:
         thread.join()
     return quiet, disturbed, chaos
+
+
+@pytest.fixture(scope="module")
+def limits(runs, folder, nodes):
+    """How far losses may differ, relatively, by step.
+
+    Over thousands of steps training amplifies rounding: then it is ten times what two undisturbed
+    runs differ by that only group otherwise.
+    """
+    if not IS_LONG:
+        return [1e-10] * STEPS
+    address = f"cluster.address={nodes.cluster.address}"
+    other = of(train(folder, "grouped", address, "cluster.gpus=3"), "step")
+    pairs = zip(of(runs[0], "step"), other, strict=True)
+    seen = accumulate((abs(a["loss"] - b["loss"]) / a["loss"] for a, b in pairs), max)
+    return [max(1e-10, 10 * difference) for difference in seen]
 
 
 def of(events, kind):
@@ -78,7 +103,8 @@ def test_all_that_was_to_happen_has_happened(runs):
     assert len(chaos.done) == EVENTS
     causes = Counter(event["cause"] for event in of(disturbed, "generation"))
     print(causes, Counter(chaos.done))
-    assert causes["death"] >= EVENTS // 8 and causes["scale"] >= 1
+    assert causes["death"] >= EVENTS // 8
+    assert causes["scale"] >= 1 and causes["hang"] >= 1
 
 
 def test_steps_are_contiguous_and_rows_exact(runs):
@@ -88,12 +114,13 @@ def test_steps_are_contiguous_and_rows_exact(runs):
     assert [event["rows"] for event in steps] == [event["rows"] for event in of(quiet, "step")]
 
 
-def test_losses_are_those_of_the_undisturbed_run(runs):
+def test_losses_are_those_of_the_undisturbed_run(runs, limits):
     quiet, disturbed, _ = runs
     right = [event["loss"] for event in of(quiet, "step")]
     found = [event["loss"] for event in of(disturbed, "step")]
     assert all(map(math.isfinite, right))
-    assert found == pytest.approx(right, rel=1e-10)
+    for loss, other, limit in zip(found, right, limits, strict=True):
+        assert loss == pytest.approx(other, rel=limit)
     assert right[-1] < right[0] - 0.5  # it learns: losses say something of the parameters
 
 
@@ -104,3 +131,20 @@ def test_no_step_runs_more_than_twice_again_but_for_lost_pairs(runs):
         assert event["steps_again"] <= 2 or event["at_step"] in back
     worlds = [event["world"] for event in of(disturbed, "generation")]
     assert min(worlds) >= 2 and len(set(worlds)) >= 3
+
+
+def test_single_steps_are_those_of_one_rank(runs, folder, nodes):
+    """From the parameters that it had: the loss, and by the next loss the gradient too."""
+    losses = {event["step"]: event["loss"] for event in of(runs[1], "step")}
+    saved = sorted((folder / "disturbed" / "checkpoints").glob("step-????????"))
+    for checkpoint in saved[: -1 if IS_LONG else 3 : 10 if IS_LONG else 2]:
+        step = int(checkpoint.name.removeprefix("step-"))
+        one = folder / f"one-{step}"
+        shutil.copytree(checkpoint, one / checkpoint.name)
+        settings = (f"run.dir={folder / f'from-{step}'}", f"train.steps={step + 2}")
+        address = f"cluster.address={nodes.cluster.address}"
+        Trainer(resume=one, overrides=[*settings, address, "cluster.gpus=1"]).train()
+        found = of(read_json_lines(folder / f"from-{step}/disturbed/events.jsonl"), "step")
+        assert [event["step"] for event in found] == [step + 1, step + 2]
+        for event in found:
+            assert event["loss"] == pytest.approx(losses[event["step"]], rel=1e-12)

@@ -69,7 +69,7 @@ def test_kill_then_scale_then_stop(tmp_path, address, losses):
         tmp_path,
         "run.name=run",
         "train.steps=100000",
-        "checkpoint.every=40",
+        "checkpoint.every=1",  # a change finds its way between them
         "cluster.gpus=3",
         *address,
         *SETTINGS,
@@ -132,6 +132,7 @@ def test_too_few_ranks_are_waited_for_and_then_the_state_is_saved(tmp_path, addr
         "cluster.gpus=2",
         "cluster.min_gpus=2",
         "cluster.wait_s=4",
+        "planner.capacity=200",  # one rank alone could not make a step
         *address,
     )
     run = tmp_path / "run"

@@ -220,6 +220,17 @@ def test_logs_are_cut_as_if_the_run_had_stopped_at_the_checkpoint(tmp_path):
         file.write('{"kind": "step", "step": 7')  # the crash came here
     before = list(read_json_lines(run.events_path))
 
+    # Of a run that goes on by itself only what is made again: memberships have been.
+    shutil.copytree(run.path, tmp_path / "alive")
+    alive = RunDirectory(tmp_path / "alive")
+    assert cut_logs(alive, 4, only=("step", "validation")) == (2, 3)
+    kinds = [
+        (e["kind"], e.get("step", e.get("at_step"))) for e in read_json_lines(alive.events_path)
+    ]
+    assert kinds == [
+        (e["kind"], e.get("step", e.get("at_step"))) for e in before if e.get("step", 0) < 5
+    ]
+
     assert cut_logs(run, 4) == (2, 2)
     kept = list(read_json_lines(run.events_path))
     assert kept == before[:6]

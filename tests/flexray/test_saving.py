@@ -32,7 +32,7 @@ def pool(two_nodes, five_texts):
 def test_a_checkpoint_is_published_once_its_step_is_written_down(pool, tmp_path):
     folder = CheckpointFolder(str(tmp_path))
     saver = Saver(pool, folder, keep=1, newest=0)
-    assert saver.poll(5) == saver.finish() == []
+    assert saver.poll(5) == saver.finish(5) == []
     assert saver.start(state(5, counters={})) == []
     deadline = time.monotonic() + 60
     while not (ended := saver.poll(5)):
@@ -49,11 +49,13 @@ def test_a_checkpoint_is_published_once_its_step_is_written_down(pool, tmp_path)
     pool.form(2, Saved(found.location, found.state.step, found.state.counters))
 
 
-def test_the_next_one_waits_for_the_one_before(pool, tmp_path):
+def test_the_last_one_waits_for_the_one_before(pool, tmp_path):
     folder = CheckpointFolder(str(tmp_path))
     saver = Saver(pool, folder, keep=2, newest=0)
     saver.start(state(1, counters={}))
-    assert [event.step for event in saver.start(state(2, counters={}))] == [1]
+    assert saver.step == 1
+    assert [event.step for event in saver.finish(1)] == [1]
+    saver.start(state(2, counters={}))
     assert [event.step for event in saver.last(state(2, counters={}))] == [2]
     assert saver.last(state(2, counters={})) == []
     assert folder.steps() == [1, 2]
@@ -67,7 +69,7 @@ def test_one_that_cannot_be_written_is_told_and_the_last_one_is_an_error(pool, t
     Path(folder.begin(3)).write_text("")
     folder.begin = lambda step: f"{folder.root}/step-{step:08d}.unfinished"
     saver.start(state(3, counters={}))
-    (told,) = saver.finish()
+    (told,) = saver.finish(3)
     why = f"checkpoint not written, training goes on: step 3 in {folder.root}: "
     assert told.startswith(why) and "\n" not in told
     with pytest.raises(RunFailed, match="the last checkpoint could not be written: step 3 in"):
@@ -85,7 +87,7 @@ def test_an_old_one_that_cannot_be_removed_does_not_spoil_the_new_one(pool, tmp_
     saver.last(state(1, counters={}))
     saver.start(state(2, counters={}))
     folder._remove = refuses
-    event, told = saver.finish()
+    event, told = saver.finish(2)
     assert (event.step, saver.newest, folder.steps()) == (2, 2, [1, 2])
     assert told.startswith(f"old checkpoints not removed: step 2 in {folder.root}: ")
     assert "step-00000001: not yours" in told and "\n" not in told
@@ -98,7 +100,7 @@ def test_one_that_cannot_begin_is_told_too(pool, tmp_path):
     saver = Saver(pool, folder, keep=2, newest=0)
     (told,) = saver.start(state(3, counters={}))
     assert f"not written, training goes on: step 3 in {folder.root}: " in told
-    assert saver.finish() == []
+    assert saver.finish(5) == []
     with pytest.raises(RunFailed, match="the last checkpoint could not be written: step 3 in"):
         saver.last(state(3, counters={}))
 
@@ -119,3 +121,12 @@ def test_a_folder_that_some_ranks_do_not_see_is_refused_before_training(pool, tm
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"file/run: cannot write checkpoints"):
         check_shared(pool, CheckpointFolder(str(tmp_path / "file" / "run")))
+
+
+def test_none_is_whole_before_its_step_is_written_down(pool, tmp_path):
+    folder = CheckpointFolder(str(tmp_path))
+    saver = Saver(pool, folder, keep=2, newest=0)
+    saver.start(state(4, counters={}))
+    (told,) = saver.finish(3)
+    assert "step 4" in told and "its step is not written down" in told
+    assert folder.steps() == [] and saver.step is None

@@ -70,19 +70,24 @@ class Saver:
     def __init__(self):
         self.saving = []
 
-    def start(self, step):
-        ended, self.saving = self.saving, [step]
-        return ended
+    @property
+    def step(self):
+        return self.saving[0] if self.saving else None
 
-    def poll(self, step):
+    def start(self, step):
+        assert not self.saving
+        self.saving = [step]
         return []
 
-    def finish(self):
+    def poll(self, steps_done):
+        return []
+
+    def finish(self, steps_done):
         ended, self.saving = self.saving, []
-        return ended
+        return [step for step in ended if step <= steps_done]
 
     def last(self, step):
-        return [*self.finish(), step]
+        return [*self.finish(step), step]
 
 
 class Scripted(StepLoop):
@@ -161,6 +166,25 @@ def test_a_run_that_fails_keeps_the_checkpoint_that_is_being_written(tmp_path):
     assert driver.journal.told == [("step", 1), ("step", 2), ("step", 3), ("checkpoint", 2)]
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_checkpoint_is_waited_for_when_the_next_is_due_and_its_step_is_written_first(
+    tmp_path, every
+):
+    loop = Scripted([batch(step) for step in range(1, 6)], tmp_path, every=every)
+    loop.work()
+    told = loop.journal.told
+    saved = [step for kind, step in told if kind == "checkpoint"]
+    assert saved == list(range(every, 6, every))[:-1]  # the last one is still being written
+    assert all(told.index(("step", step)) < told.index(("checkpoint", step)) for step in saved)
+
+
+def test_no_checkpoint_is_begun_while_another_generation_waits_for_the_last_one(tmp_path):
+    loop = Scripted([batch(step) for step in range(1, 6)], tmp_path, every=1)
+    loop.holds_saves = True
+    loop.work()
+    assert loop.saver.step is None and len(loop.journal.told) == 5
+
+
 def test_steps_without_a_label_token_are_profiled_too(tmp_path):
     folder = tmp_path / "profile"
     loop = Scripted([batch(1), batch(2), batch(3)], folder, profile=Steps(2, 3))
@@ -184,11 +208,13 @@ def test_a_batch_that_these_ranks_cannot_hold_waits_for_more_if_there_may_be_mor
     driver.loop, driver.saver, driver.journal = loop, loop.saver, loop.journal
     driver.generation, driver.membership = loop.generation, Membership(target, 1)
     driver.stop, driver._is_over = StopRequest(), lambda: False
-    if target == 1:
+    driver.ledger, driver.gave_up, driver._state_after = loop.ledger, "", lambda batch: batch.step
+    if target == 1:  # what was trained is kept
         with pytest.raises(PlanningError, match="row 0 has length 9"):
             driver._run_steps()
         assert driver.membership.least == 1
+        assert loop.journal.told == [("step", 1), ("checkpoint", 1)]
     else:
-        assert driver._run_steps() == "scale"
+        assert driver._run_steps() == "memory"
         assert driver.membership.least == 2  # none is formed without a second rank
         assert loop.journal.told == [("step", 1)]
