@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
+
+# Machines are shared: an example's time says nothing.
+settings.register_profile("shared", deadline=None)
+settings.load_profile("shared")
 
 # Ray's local token file would be wanted by every later `ray start` on the machine.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")

@@ -5,14 +5,23 @@ Whatever happens, the losses are those of a run in which nothing did.
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import signal
+import threading
 import time
+import weakref
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
 
+from flexray.actors import engine as engine_module
+from flexray.actors import rendezvous, replication, reshard
+from flexray.actors.checkpoint import CheckpointFailed
 from flexray.actors.engine import StaleGeneration
 from flexray.actors.lora import Lora
 from flexray.actors.membership import newest_copies
@@ -259,7 +268,7 @@ def from_a_checkpoint(rank, world, store, folder):
     counters = member.worker.save(str(folder)).counters
     member.train(5)
     member.worker.settle(5)
-    assert member.worker.written() == ""  # settling waited for it
+    assert member.worker.written() == ""
     member.join(range(world), range(world), Saved(str(folder), 3, counters))
     held = {(h.generation, h.step) for h in member.worker.leave()}
     member.join(range(world), range(world), Saved(str(folder), 3, counters))
@@ -306,3 +315,197 @@ def test_a_kill_while_a_checkpoint_is_written_ends_the_writing_and_the_run_goes_
         seen = losses.keys() & found.keys()
         assert {s: pytest.approx(losses[s], rel=1e-12) for s in seen} == {s: found[s] for s in seen}
     assert not (tmp_path / "step-2" / ".metadata").exists()
+
+
+def copies_of_the_generation_before(rank, world, store):
+    """How many of them there are after a move, and after the first commit that follows it."""
+    member = Member(rank, store)
+    member.begin(range(world))
+    member.train(2)
+    member.worker.settle(2)
+    member.worker.leave()
+    held = [weakref.ref(copy) for copy in member.worker.copies]
+    member.move(range(world), range(world))
+    counts = [sum(ref() is not None for ref in held)]
+    member.train(3)
+    counts.append(sum(ref() is not None for ref in held))
+    member.worker.leave()
+    return counts
+
+
+def test_older_copies_are_gone_with_the_first_commit():
+    # Those of the step that all go on from: a rank's own, and its ward's.
+    assert run_world(2, copies_of_the_generation_before) == [[2, 0]] * 2
+
+
+def settles_after_a_step_without_labels(rank, world, store):
+    """Step 4 has nothing to do. Rank 1 dies while its copy of step 3 is under way."""
+    member = Member(rank, store)
+    member.begin(range(world))
+    plain = replication._pieces
+
+    def pieces(copy):
+        if rank == 1 and copy.owner == rank and copy.tag and copy.tag.step == 3:
+            time.sleep(1)  # the others are in `settle`
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(copy)
+
+    replication._pieces = pieces
+    member.train(3)
+    with pytest.raises(CollectiveFailed):
+        member.worker.settle(4)
+    member.move((0, 2), (0, 2))
+    went_on = member.step
+    member.train(went_on + 1)
+    member.worker.leave()
+    return went_on, member.losses
+
+
+def test_a_kill_in_settle_after_a_step_without_labels_leaves_a_whole_state(losses):
+    results = run_world(3, settles_after_a_step_without_labels, dying=[1])
+    for went_on, found in (results[0], results[2]):
+        assert went_on == 2
+        assert found == {step: pytest.approx(losses[step], rel=1e-12) for step in (1, 2, 3)}
+
+
+def records(rank, world, store):
+    """A profile that the end of its generation cuts short, and one of the next generation."""
+    member = Member(rank, store)
+    member.begin(range(world))
+    member.worker.start_profile()
+    member.train(1)
+    member.worker.settle(1)
+    member.worker.leave()
+    records_on = torch.autograd._profiler_enabled()
+    nothing = member.worker.stop_profile()
+    member.move(range(world), range(world))
+    member.worker.start_profile()
+    member.train(2)
+    trace = member.worker.stop_profile()
+    again = member.worker.stop_profile()
+    member.train(3)
+    member.worker.leave()
+    return records_on, nothing, again, len(json.loads(trace)["traceEvents"])
+
+
+def test_a_profile_ends_with_its_generation():
+    for records_on, nothing, again, events in run_world(2, records):
+        assert not records_on and nothing == again == b""
+        assert events > 100
+
+
+def dies_while_loading(rank, world, store, folder):
+    """Rank 1 is killed when it reads its rows of a checkpoint; the others load it again."""
+    member = Member(rank, store)
+    member.begin(range(world))
+    member.train(2)
+    counters = member.worker.save(str(folder)).counters
+    assert member.worker.written() == ""
+    member.train(3)
+    if rank == 1:
+        FileSystemReader.read_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    saved = Saved(str(folder), 2, counters)
+    began = time.perf_counter()
+    with pytest.raises(CheckpointFailed) as failure:
+        member.join(range(world), range(world), saved)
+    freed = time.perf_counter() - began
+    assert member.worker.engine is None and member.worker.leave() == ()
+    member.join((2, 0), (2, 0), saved)
+    before = member.losses.copy()
+    member.train(4)
+    member.worker.leave()
+    return str(failure.value), freed, before, member.losses
+
+
+def test_a_kill_while_a_checkpoint_is_loaded_frees_the_others_who_load_it_again(tmp_path, losses):
+    results = run_world(3, dies_while_loading, tmp_path / "step-2", dying=[1])
+    for why, freed, before, found in (results[0], results[2]):
+        assert "\n" not in why and freed < 30  # of a time-out of two hours
+        assert before.keys() == {1, 2, 3}
+        assert found == {step: pytest.approx(losses[step], rel=1e-12) for step in (1, 2, 3, 4)}
+
+
+def builds_slowly(rank, world, store, timeout_s):
+    """Rank 1 takes longer to build than a collective may take; rank 2 only serves its copies."""
+    member = Member(rank, store, timeout_s=timeout_s)
+    member.begin(range(world))
+    member.train(1)
+    member.worker.settle(1)
+    if rank == 1:
+        plain = engine_module.build
+        engine_module.build = lambda *args, **keys: (
+            time.sleep(1.5 * timeout_s),
+            plain(*args, **keys),
+        )[1]
+    member.move((0, 1), range(world))
+    if rank < 2:
+        member.train(2)
+    member.worker.leave()
+    return member.losses
+
+
+def test_ranks_wait_for_one_that_builds_for_long(losses):
+    for rank, found in enumerate(run_world(3, builds_slowly, 8)):
+        steps = (1, 2) if rank < 2 else (1,)
+        assert found == {step: pytest.approx(losses[step], rel=1e-12) for step in steps}
+
+
+def sends_slowly(rank, world, store, seconds):
+    """A message of the re-shard takes longer than making a group may take."""
+    member = Member(rank, store)
+    member.begin(range(world))
+    member.train(1)
+    member.worker.settle(1)
+    rendezvous.INIT_TIMEOUT = timedelta(seconds=seconds)
+    if rank == 1:
+        plain = reshard._exchange
+        reshard._exchange = lambda *args: (time.sleep(1.5 * seconds), plain(*args))[1]
+    member.move((2, 0, 1), range(world))  # each lacks what it needs now
+    member.train(2)
+    member.worker.leave()
+    return member.losses
+
+
+def test_a_message_of_the_reshard_may_take_as_long_as_a_collective(losses):
+    for found in run_world(3, sends_slowly, 6):
+        assert found == {step: pytest.approx(losses[step], rel=1e-12) for step in (1, 2)}
+
+
+def leaves_while_writing(rank, world, store, folder):
+    """The ranks change while rank 1 still syncs its file of a checkpoint, and save another one."""
+    member = Member(rank, store)
+    member.begin(range(world))
+    member.train(2)
+    member.worker.settle(2)
+    member.move(range(world), range(world))
+    member.train(3)
+    before = open_things()
+    plain, synced = os.fsync, threading.Event()
+    if rank == 1:
+        os.fsync = lambda file: (synced.wait(60), plain(file))
+    member.worker.save(str(folder / "step-3"))
+    began = time.perf_counter()
+    member.worker.settle(3)
+    member.worker.leave()
+    why = member.worker.written()
+    waited = time.perf_counter() - began
+    member.move(range(world)[::-1], range(world))
+    member.train(5)
+    synced.set()
+    member.worker.save(str(folder / "step-5"))
+    whole = member.worker.written()
+    deadline = time.monotonic() + 30
+    while (now := open_things()) > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    member.worker.leave()
+    return waited, why, whole, before, now, member.losses
+
+
+def test_ranks_leave_while_a_checkpoint_is_written(tmp_path, losses):
+    for waited, why, whole, before, now, found in run_world(2, leaves_while_writing, tmp_path):
+        assert waited < 30  # of the 60 s that the file takes
+        assert why == "the ranks changed while it was written" and whole == ""
+        assert now[0] <= before[0] and now[1] <= before[1]
+        assert found == {step: losses[step] for step in (1, 2, 3, 4, 5)}
+    assert not (tmp_path / "step-3" / ".metadata").exists()
+    assert (tmp_path / "step-5" / ".metadata").exists()

@@ -85,8 +85,10 @@ def test_every_document_of_many_blocks(
 
 
 MEASURE = """
-import re, sys
+import contextlib, re, sys
 from pathlib import Path
+with contextlib.suppress(ImportError):
+    import pandas  # where it is installed, pyarrow loads it when it is first asked for an array
 from flexray.datasets.corpus import Corpus
 from flexray.datasets.documents import Documents
 def peak():  # the resource module's also counts the process that started this one
