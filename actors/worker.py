@@ -242,6 +242,8 @@ class Worker:
             # What a failure in the very first step goes back to. Held twice before anybody leaves.
             self.engine.snapshot(origin.step)
             self.engine.snapshots.ready()
+        if self.engine is not None:
+            self.copies = []  # the engine keeps them until its first commit
         build_s = self.engine.build_s if self.engine else 0.0
         copies = self.engine.snapshots.nbytes if self.engine else sum(c.nbytes for c in self.copies)
         return JoinReport(
