@@ -231,12 +231,9 @@ class Engine:
         """
         newest = self.snapshots.newest
         if newest is None or newest.step != step:
+            self._commit()  # rule 2: after a step without labels none has followed the snapshot
             self.snapshot(step)
-        self.snapshots.ready()
-        everybody = torch.zeros(1, device=self.device)
-        dist.all_reduce(everybody)
-        everybody.tolist()
-        self.snapshots.commit()
+        self._commit()
 
     def abort(self) -> None:
         """Makes NCCL calls in which another thread of this process waits fail at once.
@@ -325,6 +322,14 @@ class Engine:
                 f"{found:.0f} were read: the corpus is not what its manifest says"
             )
         return loss_sum
+
+    def _commit(self) -> None:
+        """A commit collective of its own."""
+        self.snapshots.ready()
+        everybody = torch.zeros(1, device=self.device)
+        dist.all_reduce(everybody)
+        everybody.tolist()
+        self.snapshots.commit()
 
     def _peak_memory_mb(self) -> float:
         if self.device.type == "cuda":
