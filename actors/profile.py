@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class Profile:
-    """Records from its making until `stop`; both in the thread that trains."""
+    """Records from its making until `stop` or `drop`; all in the thread that trains."""
 
     def __init__(self, device: torch.device) -> None:
         activities = [ProfilerActivity.CPU]
@@ -18,6 +18,10 @@ class Profile:
             activities.append(ProfilerActivity.CUDA)
         self._profiler = profile(activities=activities)
         self._profiler.start()
+
+    def drop(self) -> None:
+        """Stops, and forgets what was recorded."""
+        self._profiler.stop()
 
     def stop(self) -> bytes:
         """Chrome's trace format (chrome://tracing, ui.perfetto.dev), JSON."""

@@ -78,6 +78,7 @@ class Worker:
         self.engine: Engine | None = None
         self.checkpointer: Checkpointer | None = None
         self.copies: list[HostCopy] = []  # whole ones, while there is no engine
+        self.profile: Profile | None = None  # that records
         self.being_written: Queue[Callable[[], None]] = Queue()
         # Sockets of a generation close when its garbage is collected: 0.4 s here over everything
         # that has been imported, 0.01 s over what is made from now on.
@@ -192,8 +193,9 @@ class Worker:
 
     @ray.method(concurrency_group="train")
     def stop_profile(self) -> bytes:
-        """The trace since `start_profile`, as Chrome's JSON."""
-        return self.profile.stop()
+        """The trace since `start_profile`, as Chrome's JSON; empty if the ranks changed since."""
+        profile, self.profile = self.profile, None
+        return profile.stop() if profile is not None else b""
 
     def _join(self, seat: Seat) -> JoinReport:
         self._leave()
@@ -298,11 +300,15 @@ class Worker:
 
     def _leave(self) -> None:
         engine, self.engine, self.checkpointer = self.engine, None, None
-        if engine is not None:
-            try:
+        profile, self.profile = self.profile, None
+        try:
+            if engine is not None:
                 engine.leave()
-            finally:
+        finally:
+            if engine is not None:
                 self.copies = engine.snapshots.whole()
+            if profile is not None:
+                profile.drop()
 
     def _joined(self) -> Engine:
         if self.engine is None:
