@@ -37,7 +37,7 @@ from flexray.datasets.data_source import DataSource
 T = TypeVar("T")
 
 # They say what is wrong with what was asked; the generation is as good as before.
-REFUSALS = (StaleGeneration, StepMismatch, ModelRefused, CheckpointFailed)
+REFUSALS = (StaleGeneration, StepMismatch, ModelRefused)
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ class Worker:
     def join(self, seat: Seat) -> JoinReport:
         """Takes a seat in a new generation; returns when the state to go on from is there.
 
-        A leaver only serves its host copies. Raises ModelRefused, CheckpointFailed, CorruptState,
-        and CollectiveFailed.
+        A leaver only serves its host copies. Raises ModelRefused, CorruptState, CheckpointFailed
+        (also when a rank dies while one is loaded), and CollectiveFailed.
         """
         return self._together(lambda: self._join(seat))
 
@@ -323,6 +323,6 @@ def _not_begun() -> None:
 def _plain(error: Exception) -> Exception:
     """The error in one line, without what it refers to."""
     text = " ".join(str(error).split())
-    if isinstance(error, CollectiveFailed | CorruptState):
+    if isinstance(error, CollectiveFailed | CorruptState | CheckpointFailed):
         return type(error)(text)
     return CollectiveFailed(f"{type(error).__name__}: {text}")
