@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo
 from torch.distributed import PrefixStore, Store
 
 INIT_TIMEOUT = timedelta(seconds=30)
+START_TIMEOUT_S = 600.0  # of a meeting whose ranks may still build, from weights on a slow disk
 ABANDONED = "abandoned"  # the key that the driver sets when it hears of a death
 
 

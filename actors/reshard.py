@@ -17,6 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import product
 from typing import Any
 
@@ -57,6 +58,7 @@ def restore(
     rank: int,
     world: int,
     owners: int,
+    timeout_s: float = 300.0,
     staging: int = STAGING,
 ) -> Moved:
     """Fills `tensors` with this rank's rows of the state that `origin` names; a collective call.
@@ -65,6 +67,7 @@ def restore(
     tensors: this rank's rows of all trained state, flat; a leaver has none.
     group: a gloo group of all participants, by their numbers.
     owners: of the new world, whose rank r has the rows of owner r % owners.
+    timeout_s: of the wait for a message.
     Raises CorruptState, on all participants, when checksums of a parameter differ; ValueError when
     nobody holds some of the state; and what the group raises when a participant dies.
     """
@@ -92,7 +95,7 @@ def restore(
                 incoming[transfer.sender] += state.live(transfer)
         sent += sum(len(part) for parts in outgoing.values() for part in parts)
         received += sum(len(part) for parts in incoming.values() for part in parts)
-        _exchange(outgoing, incoming, buffers, group, number)
+        _exchange(outgoing, incoming, buffers, group, number, timedelta(seconds=timeout_s))
     difference = state.surplus(origin.holders, replicas=world // owners)
     group.allreduce([difference]).wait()
     wrong = difference.nonzero().tolist()
@@ -164,7 +167,12 @@ def _cut(part: torch.Tensor, first: int, transfer: Transfer) -> torch.Tensor:
 
 
 def _exchange(
-    outgoing: Parts, incoming: Parts, buffers: Sequence[torch.Tensor], group: Any, tag: int
+    outgoing: Parts,
+    incoming: Parts,
+    buffers: Sequence[torch.Tensor],
+    group: Any,
+    tag: int,
+    timeout: timedelta,
 ) -> None:
     """One message to and one from every peer, by way of the buffers."""
     send_buffer, receive_buffer = buffers
@@ -176,11 +184,11 @@ def _exchange(
         torch.cat(outgoing[peer], out=message)
         sending.append(group.send([message], peer, tag))
     for work, message, parts in receiving:
-        work.wait()
+        work.wait(timeout)
         for part, bytes_ in zip(parts, message.split([len(part) for part in parts]), strict=True):
             part.copy_(bytes_)
     for work in sending:
-        work.wait()
+        work.wait(timeout)
 
 
 def _messages(parts: Parts, buffer: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

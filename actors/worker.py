@@ -26,7 +26,7 @@ from flexray.actors.engine import Engine, StaleGeneration, StepMismatch
 from flexray.actors.host_copy import HostCopy, tensors_to_restore
 from flexray.actors.model import ModelRefused
 from flexray.actors.profile import Profile
-from flexray.actors.rendezvous import CollectiveFailed, meet, raw_group
+from flexray.actors.rendezvous import START_TIMEOUT_S, CollectiveFailed, meet, raw_group
 from flexray.actors.reshard import CorruptState, Moved, restore
 from flexray.actors.seat import Copies, Holding, JoinReport, Saved, Seat
 from flexray.actors.settings import EngineSettings
@@ -231,12 +231,12 @@ class Worker:
                 restoring=isinstance(origin, Copies),
                 kept=self.copies,
             )
-            meet(store, "checkpointer", seat.rank, seat.world, limit)
+            meet(store, "checkpointer", seat.rank, seat.world, START_TIMEOUT_S)
             self.checkpointer = Checkpointer(self.engine.model.model, self.engine.optimizer)
         built = time.perf_counter()
         moved = Moved(0, 0, 0, 0.0)
         if isinstance(origin, Copies):
-            meet(store, "restore", seat.rank, seat.participants, limit)
+            meet(store, "restore", seat.rank, seat.participants, START_TIMEOUT_S)
             moved = self._restore(origin, seat, group)
         elif isinstance(origin, Saved):
             self._load(origin.location, origin.counters)
@@ -282,6 +282,7 @@ class Worker:
             rank=seat.rank,
             world=seat.world,
             owners=owners,
+            timeout_s=self.settings.timeout_s,
         )
 
     def _together(self, call: Callable[[], T]) -> T:

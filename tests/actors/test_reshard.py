@@ -160,8 +160,8 @@ class Changed:
     def __init__(self, work, change, message):
         self._work, self._change, self._message = work, change, message
 
-    def wait(self):
-        self._work.wait()
+    def wait(self, timeout):
+        self._work.wait(timeout)
         self._change(self._message)
 
 
