@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class Checkpointer:
         # Files are written while a step's collectives run: the writers agree in a group of their
         # own, on CPUs, as async_save wants it.
         self._group = new_group(None, WRITE_TIMEOUT_S, backend="gloo")
-        self._under_way: Future[Any] | None = None
+        self._under_way: Future[None] | None = None
 
     def save(self, location: str) -> Callable[[], None]:
         """Copies the state to host memory and has it written to a new folder or fsspec URL.
@@ -53,16 +54,26 @@ class Checkpointer:
         one could not.
         """
         self.finish()
-        self._under_way = written = _future(
+        writing = _future(
             dcp.async_save(self._state(), checkpoint_id=location, process_group=self._group)
         )
-        written.add_done_callback(_forget_frames)
-        return lambda: _wait(written)
+        written: Future[None] = Future()
+        self._under_way = written
+        writing.add_done_callback(lambda writing: _tell(writing, written))
+        return written.result
 
     def finish(self) -> None:
         """Waits for what is still being written here, however that ends."""
         if self._under_way is not None:
             self._under_way.exception()
+
+    def leave(self) -> None:
+        """Gives up what is still being written: its thread ends with its file, or before.
+
+        What the ranks agree on after that fails on all of them, since the world is gone.
+        """
+        if self._under_way is not None:
+            _set(self._under_way, CheckpointFailed("the ranks changed while it was written"))
 
     def load(self, location: str) -> None:
         """Takes over what a world of any size has saved. A collective call.
@@ -151,17 +162,24 @@ def _future(saving: Any) -> Future[Any]:
     return getattr(saving, "upload_completion", saving)
 
 
-def _wait(written: Future[Any]) -> None:
-    error = written.exception()
-    if error is not None:
-        raise CheckpointFailed(_reason(error)) from None
+def _tell(writing: Future[Any], written: Future[None]) -> None:
+    """Has `written` end as `writing` has.
 
-
-def _forget_frames(written: Future[Any]) -> None:
-    """Those of a write that failed hold its group: other ranks wait until its sockets close."""
-    error = written.exception()
+    The frames of a write that failed hold its group: other ranks wait until its sockets close.
+    """
+    error = writing.exception()
+    _set(written, None if error is None else CheckpointFailed(_reason(error)))
     while error is not None:
         error.__traceback__, error = None, error.__cause__ or error.__context__
+
+
+def _set(written: Future[None], failure: CheckpointFailed | None) -> None:
+    """How it ended, unless that is known."""
+    with suppress(InvalidStateError):
+        if failure is None:
+            written.set_result(None)
+        else:
+            written.set_exception(failure)
 
 
 def _reason(error: BaseException) -> str:

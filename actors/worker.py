@@ -145,14 +145,8 @@ class Worker:
 
     @ray.method(concurrency_group="train")
     def settle(self, step: int) -> None:
-        """Has the state after `step`, the last one, committed; waits for what is being written."""
-
-        def settle() -> None:
-            self._joined().settle(step)
-            if self.checkpointer is not None:
-                self.checkpointer.finish()
-
-        self._together(settle)
+        """Has the state after `step`, the last one, committed."""
+        self._together(lambda: self._joined().settle(step))
 
     @ray.method(concurrency_group="train")
     def leave(self) -> tuple[Holding, ...]:
@@ -300,7 +294,11 @@ class Worker:
         raise failure
 
     def _leave(self) -> None:
-        engine, self.engine, self.checkpointer = self.engine, None, None
+        engine, self.engine = self.engine, None
+        checkpointer, self.checkpointer = self.checkpointer, None
+        if checkpointer is not None:
+            checkpointer.leave()
+        del checkpointer  # with its group
         profile, self.profile = self.profile, None
         try:
             if engine is not None:
