@@ -143,7 +143,8 @@ def test_single_steps_are_those_of_one_rank(runs, folder, nodes):
         shutil.copytree(checkpoint, one / checkpoint.name)
         settings = (f"run.dir={folder / f'from-{step}'}", f"train.steps={step + 2}")
         address = f"cluster.address={nodes.cluster.address}"
-        Trainer(resume=one, overrides=[*settings, address, "cluster.gpus=1"]).train()
+        alone = ("cluster.gpus=1", "cluster.min_gpus=1")
+        Trainer(resume=one, overrides=[*settings, address, *alone]).train()
         found = of(read_json_lines(folder / f"from-{step}/disturbed/events.jsonl"), "step")
         assert [event["step"] for event in found] == [step + 1, step + 2]
         for event in found:
