@@ -482,8 +482,10 @@ def leaves_while_writing(rank, world, store, folder):
     before = open_things()
     plain, synced = os.fsync, threading.Event()
     if rank == 1:
-        os.fsync = lambda file: (synced.wait(60), plain(file))
+        os.fsync = lambda file: (store.set("syncs", ""), synced.wait(60), plain(file))
     member.worker.save(str(folder / "step-3"))
+    while not store.check(["syncs"]):
+        time.sleep(0.01)
     began = time.perf_counter()
     member.worker.settle(3)
     member.worker.leave()
