@@ -22,7 +22,7 @@ train: install ## train the built-in example: 4 CPU ranks, about 2 minutes
 	@$(BIN)/flexray train
 
 test: install ## run all tests, in two processes: many wait for other processes most of the time
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 fuzz: install ## plan and verify 10,000 random problems: minutes
 	@FLEXRAY_FUZZ=10000 $(BIN)/python -m pytest tests/solver/test_planner.py -k any_instance
