@@ -21,6 +21,9 @@ def enter_world(
     Raises CollectiveFailed when a rank does not come.
     """
     meet(store, "world", rank, world, timeout_s)
+    # Groups are named by this count, alike on all ranks. An init that a death broke off, here and
+    # not elsewhere, has counted on, and nothing else sets it back.
+    dist.distributed_c10d._world.group_count = 0
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=INIT_TIMEOUT)
     set_timeout(None, timeout_s)
