@@ -9,6 +9,7 @@ import typer
 
 from flexray.config import load_config
 from flexray.errors import UserError
+from flexray.resume import run_folder
 from flexray.run_directory import RunDirectory
 from flexray.scaling import ask, check_scale
 
@@ -43,7 +44,7 @@ def scale(
 
 
 def _folder(run: str) -> RunDirectory:
-    for path in (Path(run), Path("runs") / run):
-        if (path / "config.yaml").is_file():
-            return RunDirectory(path)
-    raise UserError(f"{run}: neither a run's folder nor a run in runs/")
+    path = run_folder(run, Path("runs"))
+    if path is None:
+        raise UserError(f"{run}: neither a run's folder nor a run in runs/")
+    return RunDirectory(path)
