@@ -27,7 +27,13 @@ import torch
 from torch.distributed import Store
 
 from flexray.actors.host_copy import HostCopy, Tag
-from flexray.actors.rendezvous import INIT_TIMEOUT, CollectiveFailed, meet, wait_for
+from flexray.actors.rendezvous import (
+    INIT_TIMEOUT,
+    START_TIMEOUT_S,
+    CollectiveFailed,
+    meet,
+    wait_for,
+)
 
 PIECE = 4 << 20  # bytes
 HEADER = struct.Struct("!3q")  # of a copy: its tag
@@ -57,7 +63,7 @@ class Replication:
         self._failure = ""
         self._slots = cycle(slots)
         self._copies: SimpleQueue[HostCopy | None] = SimpleQueue()
-        self._to, self._from = _connect(store, rank, world, buddy, address, timeout_s)
+        self._to, self._from = _connect(store, rank, world, buddy, address)
         self._threads = [
             Thread(target=self._run, args=(move,), daemon=True)
             for move in (self._send_next, self._receive_next)
@@ -147,7 +153,7 @@ def _receive(connection: socket.socket, place: memoryview) -> None:
 
 
 def _connect(
-    store: Store, rank: int, world: int, buddy: int, address: str, timeout_s: float
+    store: Store, rank: int, world: int, buddy: int, address: str
 ) -> tuple[socket.socket, socket.socket]:
     """Connections to the buddy and from the ward."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -155,7 +161,7 @@ def _connect(
         token = secrets.token_hex(TOKEN_BYTES)
         port = listener.getsockname()[1]
         store.set(f"replication/{rank}", f"{address} {port} {token}")
-        meet(store, "replication", rank, world, timeout_s)
+        meet(store, "replication", rank, world, START_TIMEOUT_S)  # others may still build
         host, port, shown = store.get(f"replication/{(rank + buddy) % world}").decode().split()
         to = socket.create_connection((host, int(port)), timeout=INIT_TIMEOUT.total_seconds())
         to.settimeout(None)

@@ -22,7 +22,6 @@ import torch
 from torch.distributed import Store
 
 from flexray.actors.host_copy import HostCopy, Kind, Layout, Tag
-from flexray.actors.rendezvous import START_TIMEOUT_S, meet
 from flexray.actors.replication import Replication
 
 
@@ -58,7 +57,6 @@ class Snapshots:
         if 1 < world == layout.owners:
             ward = (rank - buddy) % world
             self._ward = [HostCopy(layout, ward, pinned=pinned) for _ in range(2)]
-            meet(store, "built", rank, world, START_TIMEOUT_S)
             self._replication = Replication(
                 store, rank, world, buddy, address, timeout_s, self._ward
             )
