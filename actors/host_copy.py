@@ -99,8 +99,9 @@ class HostCopy:
     def __init__(self, layout: Layout, owner: int, *, pinned: bool = False) -> None:
         self.layout, self.owner = layout, owner
         self.tag: Tag | None = None
+        # Their pages come when they are first written, which is not while a generation is formed.
         self.buffers = {
-            dtype: torch.zeros(n, dtype=dtype, pin_memory=pinned)
+            dtype: torch.empty(n, dtype=dtype, pin_memory=pinned)
             for dtype, n in layout.elements(owner).items()
         }
         self._entries = {entry.name: entry for entry in layout.entries}

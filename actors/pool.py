@@ -150,6 +150,7 @@ class Pool:
         self._starting: dict[ray.ObjectRef, int] = {}
         self._places: dict[int, Place] = {}
         self._ranks: tuple[int, ...] = ()  # the actors of the present generation, also lost ones
+        self._is_between = False  # one generation has ended and the next is not formed
         self._number = 0
         self._owners: dict[int, int] = {}
         self._holdings: dict[int, tuple[Holding, ...]] = {}
@@ -183,7 +184,9 @@ class Pool:
         """Hears, without waiting, of actors that have started and nodes that drain."""
         self._hear_of_starts(0.0)
         self.membership.drain(self._drains.nodes())
-        self._ask_for_actors()
+        # Survivors first: an actor that starts takes their cores' time.
+        if not (self._is_between and self.candidates()):
+            self._ask_for_actors()
 
     def news(self) -> list[str]:
         """What a user ought to know, in lines, since the last call."""
@@ -231,7 +234,7 @@ class Pool:
             worker.join.remote(seat) for worker, seat in zip(self._workers, seats, strict=True)
         ]
         joined = self.wait(joins, "join")
-        self._ranks = members
+        self._ranks, self._is_between = members, False
         self.membership.formed(members)
         for actor in {*before, *leavers} - {*members}:
             self._end(actor)
@@ -242,6 +245,7 @@ class Pool:
 
         Also the first half of a planned change: then nobody is lost.
         """
+        self._is_between = True
         calls = {self._actors[a].leave.remote(): a for a in self.membership.alive}
         deadline = time.monotonic() + self._timeout_s + LEAVE_SLACK_S
         self._holdings = {}

@@ -235,9 +235,10 @@ class Worker:
         elif isinstance(origin, Saved):
             self._load(origin.location, origin.counters)
         if self.engine is not None and seat.world > 1:
-            # What a failure in the very first step goes back to. Held twice before anybody leaves.
+            # What a failure in the very first step goes back to.
             self.engine.snapshot(origin.step)
-            self.engine.snapshots.ready()
+            if seat.participants > seat.world:
+                self.engine.snapshots.ready()  # held twice before anybody leaves
         if self.engine is not None:
             self.copies = []  # the engine keeps them until its first commit
         build_s = self.engine.build_s if self.engine else 0.0

@@ -282,7 +282,6 @@ class Driver:
         """After a loss: what the survivors' copies hold is where the next generation goes on."""
         self._pause()
         losses = self.pool.regroup()
-        self.pool.watch()  # replacements are on their way from here on
         if self.loop:
             self.begun = max(self.begun, self.loop.begun)
             if copies := self.pool.newest_copies():

@@ -238,7 +238,8 @@ class Run:
         for actor, point in self.deaths.pop(moment, {}).items():
             self._pipes[actor].send(("die at", point))
         for actor, values in arguments.items():
-            self._pipes[actor].send((method, *values))
+            with suppress(BrokenPipeError):  # it died after its last answer
+                self._pipes[actor].send((method, *values))
         waiting = {self._pipes[actor]: actor for actor in arguments}
         results, died_at = {}, None
         while waiting:
@@ -335,6 +336,12 @@ def test_in_a_join_and_in_the_next_that_repairs_it(undisturbed):
 
 def test_of_a_leaver_that_serves_its_copies(undisturbed):
     check(run(4, {("join", 1): {3: "in mid transfer"}}, sizes={2: 2}), undisturbed, 3)
+
+
+def test_leavers_stay_until_what_they_served_is_held_twice(undisturbed):
+    # Only they have what owners 2 and 3 of the old world held.
+    slow, death = {0: "slow replication, no death"}, {0: "forward"}
+    check(run(4, {("join", 1): slow, ("first step", 1): death}, sizes={2: 2}), undisturbed, 3)
 
 
 def test_of_two_at_once_that_are_no_buddies(undisturbed):

@@ -52,6 +52,8 @@ def test_the_parts_of_a_copy_fill_its_buffers_without_overlap(owners):
     for owner in range(owners):
         copy = HostCopy(layout, owner)
         assert {t: len(b) for t, b in copy.buffers.items()} == layout.elements(owner)
+        for buffer in copy.buffers.values():
+            buffer.zero_()
         for entry in ENTRIES:
             start, stop = layout.rows(entry, owner)
             for kind in KINDS:

@@ -108,7 +108,11 @@ def test_a_rank_that_dies_is_named_the_others_go_on_and_another_one_comes(
         assert str(losses) == "rank 2 died"
         copies = pool.newest_copies()
         assert copies.generation == 1 and copies.step == 2 and copies.owners == 4
+        pool.watch()
+        assert len(pool._actors) == 3  # survivors go on before another actor starts
         run.begin(2, copies)
+        pool.watch()
+        assert len(pool._actors) == 4
         assert run.pids == [pid for pid in before if pid != before[2]]  # the same processes
         for step in (3, 4):
             run.step(step)
