@@ -1,20 +1,13 @@
-"""The pool: one actor per GPU, and the generations that they form.
-
-Actors have no placement group (it cannot grow, and it is rescheduled in a busy loop after a node
-has died) and are never restarted by Ray: who is a member is the driver's decision. Actors that are
-wanted and cannot be had yet stay pending in Ray: that is the demand which its autoscaler sees, and
-it ends with the driver.
-"""
+"""The pool: one actor per GPU, and the generations that they form."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import ray
@@ -22,6 +15,7 @@ import torch.distributed as dist
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from flexray.actors.checkpoint import CheckpointFailed
+from flexray.actors.crew import Crew, ImpossibleRequest, PoolError, check_resources
 from flexray.actors.drains import Drains
 from flexray.actors.membership import Change, Membership, buddy_shift, newest_copies
 from flexray.actors.pulse import Pulse
@@ -30,7 +24,7 @@ from flexray.actors.reshard import CorruptState
 from flexray.actors.seat import Copies, Holding, Initial, JoinReport, Saved, Seat
 from flexray.actors.settings import EngineSettings
 from flexray.actors.work import EvaluationReport, RankStep, StepReport
-from flexray.actors.worker import Place, Worker
+from flexray.actors.worker import Place
 from flexray.datasets.data_source import DataSource
 from flexray.solver.cluster import Cluster
 
@@ -40,16 +34,8 @@ LOOK_S = 0.5  # between looks at what does not come by itself
 LEAVE_SLACK_S = 30.0  # over a collective's time-out
 
 
-class PoolError(RuntimeError):
-    """An actor did not start, or failed in a way that another generation does not mend."""
-
-
 class Broken(PoolError):
     """A generation is over: a member is lost, or a collective failed. `regroup`, then `form`."""
-
-
-class ImpossibleRequest(ValueError):
-    """The cluster can never have what is asked for: one line for the user."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +97,7 @@ class Pool:
         data: DataSource,
         *,
         at_start: int | None = None,
+        shared: Path | None = None,
         silence_s: float = 30.0,
     ) -> None:
         """Asks Ray for as many actors as `membership` wants, one GPU or one CPU ("cpu") each.
@@ -121,6 +108,7 @@ class Pool:
             settings: what is trained.
             data: what on.
             at_start: how many must be there to begin; None: all that are wanted.
+            shared: a file that every actor must see, in the folder that all write to.
             silence_s: an actor that does not answer for so long is hung.
 
         Raises:
@@ -129,26 +117,8 @@ class Pool:
         self.membership = membership
         key = "cluster.min_gpus" if at_start else "cluster.gpus"
         self._have = check_resources(at_start or membership.target, device, key)
-        environment = {
-            # One thread a rank on CPUs; NCCL keeps the order in which we issue collectives.
-            "OMP_NUM_THREADS": "1",
-            "NCCL_LAUNCH_ORDER_IMPLICIT": "1",
-            # A rank that is aborted goes on: torch must not end its process.
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
-        }
-        self._class = Worker.options(  # type: ignore[attr-defined]
-            num_cpus=1,
-            num_gpus=1 if device == "cuda" else 0,
-            runtime_env={"env_vars": environment},
-        )
-        self._arguments = (settings, data, device)
+        self._crew = Crew(device, settings, data, shared)
         self._timeout_s, self._shard_size = settings.timeout_s, settings.shard_size
-        self._numbers = count()
-        self._actors: dict[int, Any] = {}  # by number, those that start included
-        self._starting: dict[ray.ObjectRef, int] = {}
-        self._places: dict[int, Place] = {}
         self._ranks: tuple[int, ...] = ()  # the actors of the present generation, also lost ones
         self._is_between = False  # one generation has ended and the next is not formed
         self._number = 0
@@ -158,9 +128,6 @@ class Pool:
         self._corrupt: set[tuple[int, int]] = set()  # generation and step of copies not to use
         self._hung: set[int] = set()
         self._pulse, self._drains = Pulse(silence_s), Drains()
-        self._failed_starts = 0
-        self._next_start = 0.0
-        self._news: list[str] = []
         self._host = ray.util.get_node_ip_address()
         self._ask_for_actors()
 
@@ -190,12 +157,11 @@ class Pool:
 
     def news(self) -> list[str]:
         """What a user ought to know, in lines, since the last call."""
-        news, self._news = self._news, []
-        return news
+        return self._crew.news()
 
     def candidates(self) -> tuple[Place, ...]:
         """The members that the next generation would have; none while there are too few."""
-        return tuple(self._places[actor] for actor in self.membership.wanted())
+        return tuple(self._crew.places[actor] for actor in self.membership.wanted())
 
     @property
     def change(self) -> Change | None:
@@ -246,7 +212,7 @@ class Pool:
         Also the first half of a planned change: then nobody is lost.
         """
         self._is_between = True
-        calls = {self._actors[a].leave.remote(): a for a in self.membership.alive}
+        calls = {self._crew.actors[a].leave.remote(): a for a in self.membership.alive}
         deadline = time.monotonic() + self._timeout_s + LEAVE_SLACK_S
         self._holdings = {}
         while calls:
@@ -257,7 +223,7 @@ class Pool:
                     self._holdings[actor] = ray.get(call)
                 except RayError:
                     self._end(actor)
-            silent = self._pulse.silent({a: self._actors[a] for a in calls.values()})
+            silent = self._pulse.silent({a: self._crew.actors[a] for a in calls.values()})
             if time.monotonic() > deadline:  # alive, and yet it never comes back
                 silent = list(calls.values())
             for call in [call for call, actor in calls.items() if actor in silent]:
@@ -307,14 +273,6 @@ class Pool:
             [worker.save.remote(location) for worker in self._workers],
             [worker.written.remote() for worker in self._workers],
         )
-
-    def sees(self, path: str) -> list[bool]:
-        """Whether each living actor sees a file of the driver's."""
-        calls = [self._actors[actor].sees.remote(path) for actor in self.membership.alive]
-        try:
-            return ray.get(calls, timeout=START_TIMEOUT_S)
-        except RayError as error:
-            raise PoolError(f"an actor died during start: {_first_line(error)}") from None
 
     def start_profile(self) -> None:
         """Has every rank record from behind what is queued."""
@@ -370,12 +328,12 @@ class Pool:
 
     def __exit__(self, *_: object) -> None:
         """Ends every actor."""
-        for actor in list(self._actors):
+        for actor in list(self._crew.actors):
             self._end(actor)
 
     @property
     def _workers(self) -> list[Any]:
-        return [self._actors[actor] for actor in self._ranks]
+        return [self._crew.actors[actor] for actor in self._ranks]
 
     def _leavers(self, members: Sequence[int], origin: Copies) -> list[int]:
         """Actors outside `members` that have host copies of `origin`."""
@@ -388,7 +346,7 @@ class Pool:
 
     def _check_pulse(self, what: str) -> None:
         """Raises Broken when a rank is stopped: its neighbours would wait for it for long."""
-        ranks = {actor: self._actors[actor] for actor in self._ranks}
+        ranks = {actor: self._crew.actors[actor] for actor in self._ranks}
         for actor in self._pulse.silent(ranks):
             rank = self._ranks.index(actor)
             self._hung.add(actor)
@@ -401,60 +359,31 @@ class Pool:
         """Frees the ranks that still wait for one another: their generation is over."""
         self._store.set(f"generation{self._number}/{ABANDONED}", "")
         for actor in self.membership.alive:
-            self._actors[actor].abort.remote()
+            self._crew.actors[actor].abort.remote()
         return Broken(line)
 
     def _ask_for_actors(self) -> None:
         """As many as are wanted: those on nodes that drain are to be replaced."""
         staying = [actor for actor in self.membership.alive if self.membership.stays(actor)]
-        missing = self.membership.target - len(staying) - len(self._starting)
-        if missing > 0 and time.monotonic() >= self._next_start:
-            for _ in range(missing):
-                number, actor = next(self._numbers), self._class.remote(*self._arguments)
-                self._actors[number] = actor
-                self._starting[actor.place.remote()] = number
+        starting = self._crew.starting
+        missing = self.membership.target - len(staying) - len(starting)
+        self._crew.ask(missing)
         spare = [a for a in staying if a not in self._ranks]
-        for actor in [*list(self._starting.values())[::-1], *spare][: max(0, -missing)]:
+        for actor in [*starting[::-1], *spare][: max(0, -missing)]:
             self._end(actor)
 
     def _hear_of_starts(self, timeout_s: float, *, is_first: bool = False) -> bool:
-        """Takes in the actors that have started; whether there were any.
-
-        Raises PoolError for one that fails at first. Later ones are asked for again, ever more
-        slowly.
-        """
-        if not self._starting:
-            return False
-        calls = list(self._starting)
-        done, _ = ray.wait(calls, num_returns=len(calls), timeout=timeout_s)
-        for call in done:
-            actor = self._starting.pop(call)
-            try:
-                place = ray.get(call)
-            except RayError as error:
-                self._end(actor)
-                # Of an error in the constructor Ray tells the traceback; its end is it.
-                why = f"an actor died during start: {str(error).strip().splitlines()[-1]}"
-                if is_first:
-                    raise PoolError(why) from None
-                self._failed_starts += 1
-                pause_s = min(60.0, 2.0**self._failed_starts)
-                self._next_start = time.monotonic() + pause_s
-                self._news.append(f"{why} (another one is asked for in {pause_s:g} s)")
-                continue
-            self._failed_starts = 0
-            self._places[actor] = place
+        """Takes in the actors that have started; whether there were any."""
+        started = self._crew.started(timeout_s, is_first=is_first)
+        for actor in started:
+            place = self._crew.places[actor]
             self.membership.started(actor, place.node, place.gpu)
-        return bool(done)
+        return bool(started)
 
     def _end(self, actor: int) -> None:
-        """Ends an actor, whatever its state, and forgets it."""
         self.membership.lost(actor)
         self._holdings.pop(actor, None)
-        self._places.pop(actor, None)
-        self._starting = {call: a for call, a in self._starting.items() if a != actor}
-        if handle := self._actors.pop(actor, None):
-            ray.kill(handle)
+        self._crew.end(actor)
 
 
 def _results(calls: Sequence[ray.ObjectRef]) -> Iterator[Any]:
@@ -471,20 +400,3 @@ def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     ours = isinstance(error, ValueError | CollectiveFailed | CorruptState)
     return text if ours else f"{type(error).__name__}: {text}"
-
-
-def check_resources(size: int, device: str, key: str = "cluster.gpus") -> int:
-    """How many GPUs (or CPUs) the cluster has; `key` of the config wants `size`.
-
-    Raises ImpossibleRequest with what is needed and what is there, where Ray would wait.
-    """
-    kind = "GPU" if device == "cuda" else "CPU"
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    have = [int(node["Resources"].get(kind, 0)) for node in nodes]
-    if sum(have) < size:
-        raise ImpossibleRequest(
-            f"{key}={size} needs {size} {kind}s and the cluster has {sum(have)} "
-            f"({', '.join(map(str, have))} on {len(have)} node{'s'[: len(have) != 1]}): "
-            f"lower {key} or add nodes"
-        )
-    return sum(have)

@@ -50,6 +50,7 @@ class Place:
     device_name: str  # empty on CPUs
     memory_mb: float  # of the GPU, or of the whole node on CPUs
     cores: int  # of the node
+    is_blind: bool = False  # it does not see the file that `place` was asked about
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,8 @@ class Worker:
         gc.freeze()
 
     @ray.method(concurrency_group="control")
-    def place(self) -> Place:
-        """Where this process runs."""
+    def place(self, shared: Path | None = None) -> Place:
+        """Where this process runs, and whether a file of the driver's is seen there."""
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids().get("GPU", [])
         name, memory = "", psutil.virtual_memory().total
@@ -101,12 +102,8 @@ class Worker:
             device_name=name,
             memory_mb=memory / 2**20,
             cores=os.cpu_count() or 1,
+            is_blind=shared is not None and not shared.exists(),
         )
-
-    @ray.method(concurrency_group="control")
-    def sees(self, path: str) -> bool:
-        """Whether there is such a file where this process runs."""
-        return Path(path).exists()
 
     @ray.method(concurrency_group="control")
     def pulse(self) -> None:

@@ -137,11 +137,19 @@ class CheckpointFolder:
         return Checkpoint(location, RunState.from_json(text, f"{location}/{MARKER}"))
 
     @contextmanager
-    def token(self) -> Iterator[Path]:
-        """An empty file in a local folder, to see who else sees it."""
+    def token(self) -> Iterator[Path | None]:
+        """An empty file in the folder, to see who else sees it; None where it is a URL.
+
+        A rank that does not would keep shards of its own, and no checkpoint would be whole.
+        """
+        if not self.is_local:
+            yield None
+            return
         root = Path(self._path)
         try:
             root.mkdir(parents=True, exist_ok=True)
+            for left in root.glob("seen-*"):  # by a driver that was killed
+                left.unlink(missing_ok=True)
             handle, name = tempfile.mkstemp(prefix="seen-", dir=root)
         except OSError as error:
             raise UserError(
@@ -151,7 +159,7 @@ class CheckpointFolder:
         try:
             yield Path(name)
         finally:
-            Path(name).unlink()
+            Path(name).unlink(missing_ok=True)
 
     def begin(self, step: int) -> str:
         """Where the ranks are to write `step`: an empty place, so that nothing old is mixed in."""

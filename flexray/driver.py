@@ -11,16 +11,11 @@ import enum
 import json
 import time
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
+from flexray.actors.crew import ImpossibleRequest, PoolError
 from flexray.actors.membership import Change, Membership
-from flexray.actors.pool import (
-    LOOK_S,
-    Broken,
-    ImpossibleRequest,
-    Pool,
-    PoolError,
-    cluster_of,
-)
+from flexray.actors.pool import LOOK_S, Broken, Pool, cluster_of
 from flexray.actors.seat import Copies, Initial, Saved
 from flexray.actors.worker import Place
 from flexray.batches import Batch, batches
@@ -39,7 +34,7 @@ from flexray.profiling import Profiler, Steps
 from flexray.ray_cluster import Resources, connected
 from flexray.resume import learned, with_learned
 from flexray.run_directory import RunDirectory
-from flexray.saving import Saver, check_shared
+from flexray.saving import Saver
 from flexray.scaling import Scaling, check_scale
 from flexray.solver.calibration import Calibrator
 from flexray.solver.communicators import CommunicatorCache
@@ -118,7 +113,8 @@ class Driver:
                 resources = stack.enter_context(connected(self.config.cluster))
                 self.job.check_device(resources.device)
                 warm_planners()
-                self.pool = stack.enter_context(self._pool(resources))
+                shared = stack.enter_context(self.checkpoints.token())
+                self.pool = stack.enter_context(self._pool(resources, shared))
                 self._initialize(resources.device)
                 self._train()
                 is_done = self.journal.steps_done == self.config.train.steps
@@ -131,7 +127,7 @@ class Driver:
             if self.state in (State.INITIALIZING, State.RUNNING, State.RECONFIGURING):
                 self.state = State.FAILED
 
-    def _pool(self, resources: Resources) -> Pool:
+    def _pool(self, resources: Resources, shared: Path | None) -> Pool:
         cluster = self.config.cluster
         at_start = resources.at_start or resources.target
         self.membership = Membership(resources.target, at_start, shard_size=cluster.shard_size)
@@ -141,6 +137,7 @@ class Driver:
             self.job.settings,
             self.job.data,
             at_start=resources.at_start,
+            shared=shared,
             silence_s=cluster.silence_s,
         )
 
@@ -153,7 +150,6 @@ class Driver:
             f"{len(places)} ranks on {len({p.node for p in places})} node(s), "
             f"{self.job.parameters:,} parameters in {self.config.train.dtype}, run {self.run.path}"
         )
-        check_shared(self.pool, self.checkpoints)
         cost, _ = self.job.checked_on(places)
         self.fewest = self.job.fewest(cost, places)
         self.calibrator = Calibrator(

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 
-from flexray.actors.pool import PoolError
+from flexray.actors.crew import PoolError
 from flexray.batches import Batch
 from flexray.planning_tasks import PlanRequest, bound_remotely, plan_remotely
 from flexray.solver.plan import Plan

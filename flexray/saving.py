@@ -8,28 +8,12 @@ from typing import Any
 
 import ray
 
-from flexray.actors.pool import Pool, PoolError
+from flexray.actors.crew import PoolError
+from flexray.actors.pool import Pool
 from flexray.actors.worker import SaveReport
 from flexray.checkpoints import CheckpointFolder, RunState
-from flexray.errors import RunFailed, UserError
+from flexray.errors import RunFailed
 from flexray.events import CheckpointEvent
-
-
-def check_shared(pool: Pool, folder: CheckpointFolder) -> None:
-    """Raises UserError unless every rank sees the driver's folder of checkpoints, or it is a URL.
-
-    Else each node would keep shards of its own, and no checkpoint would be whole.
-    """
-    if not folder.is_local:
-        return
-    with folder.token() as path:
-        blind = [rank for rank, sees in enumerate(pool.sees(str(path))) if not sees]
-    if blind:
-        raise UserError(
-            f"{folder.root}: ranks {blind} do not see this folder of checkpoints: set "
-            "checkpoint.dir to a folder that all nodes share, or to a URL"
-        )
-
 
 Ended = CheckpointEvent | str
 """How a checkpoint ended: its event, or a line that says what went wrong."""

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from flexray.actors.pool import Generation, Pool, PoolError
+from flexray.actors.crew import PoolError
+from flexray.actors.pool import Generation, Pool
 from flexray.actors.work import EvaluationReport, RankStep, StepReport, slices
 from flexray.batches import Batch
 from flexray.checkpoints import RunState

@@ -20,7 +20,7 @@ MAY = {
 }
 MAY_NOT = {"solver": {"ray", "torch"}, "datasets": {"ray", "torch"}}
 # The engine runs without Ray; these files are what Ray sees of it.
-ACTORS_WITH_RAY = {"pool.py", "worker.py", "pulse.py", "drains.py"}
+ACTORS_WITH_RAY = {"crew.py", "pool.py", "worker.py", "pulse.py", "drains.py"}
 
 
 def files(package):

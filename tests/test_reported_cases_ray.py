@@ -8,8 +8,9 @@ import re
 import pytest
 import ray
 
+from flexray.actors.crew import ImpossibleRequest, check_resources
 from flexray.actors.membership import Membership
-from flexray.actors.pool import ImpossibleRequest, Pool, check_resources
+from flexray.actors.pool import Pool
 from flexray.actors.seat import Initial
 from flexray.actors.settings import EngineSettings
 from flexray.actors.worker import local_device

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 
 import pytest
 import ray
 
+from flexray.actors.crew import ImpossibleRequest, PoolError
 from flexray.actors.membership import Membership
-from flexray.actors.pool import Broken, ImpossibleRequest, Pool, PoolError
+from flexray.actors.pool import Broken, Pool
 from flexray.actors.seat import Initial
 from flexray.actors.settings import EngineSettings
 from flexray.actors.work import slices
@@ -109,10 +111,10 @@ def test_a_rank_that_dies_is_named_the_others_go_on_and_another_one_comes(
         copies = pool.newest_copies()
         assert copies.generation == 1 and copies.step == 2 and copies.owners == 4
         pool.watch()
-        assert len(pool._actors) == 3  # survivors go on before another actor starts
+        assert len(pool._crew.actors) == 3  # survivors go on before another actor starts
         run.begin(2, copies)
         pool.watch()
-        assert len(pool._actors) == 4
+        assert len(pool._crew.actors) == 4
         assert run.pids == [pid for pid in before if pid != before[2]]  # the same processes
         for step in (3, 4):
             run.step(step)
@@ -210,10 +212,37 @@ def test_an_actor_that_cannot_start_is_one_line(two_nodes):
             raise OSError("no such corpus here")
 
     with (
-        pytest.raises(PoolError, match=r"died during start: .*no such corpus here"),
+        pytest.raises(PoolError, match=r"did not start: .*no such corpus here"),
         Pool(Membership(1, 1), "cpu", SETTINGS, Unreadable()) as pool,
     ):
         pool.start()
+
+
+def test_an_actor_that_would_write_to_a_folder_of_its_own_is_refused(
+    two_nodes, five_texts, tmp_path
+):
+    shared = tmp_path / "seen"
+    words = rf"{tmp_path}: node \w+ does not see this folder of checkpoints"
+    with (
+        pytest.raises(ImpossibleRequest, match=words),
+        Pool(Membership(1, 1), "cpu", SETTINGS, five_texts, shared=shared) as pool,
+    ):
+        pool.start()
+    shared.touch()
+    membership = Membership(1, 1)
+    with Pool(membership, "cpu", SETTINGS, five_texts, shared=shared) as pool:
+        pool.start()
+        run = Run(pool, five_texts)
+        run.begin(1, Initial())
+        shared.unlink()  # as on a node that comes later
+        membership.target = 2
+        told = []
+        until(lambda: told.extend(pool.news()) or told, pool)
+        assert len(told) == 1 and re.match(f"an actor did not start: {words}", told[0])
+        assert "another one is asked for in 2 s" in told[0]
+        run.step(1)  # training goes on
+        shared.touch()
+        until(lambda: pool.change == "scale", pool)
 
 
 def test_more_than_there_is_waits_if_it_may(two_nodes, five_texts):

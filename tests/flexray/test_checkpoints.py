@@ -102,6 +102,21 @@ def test_a_url_of_this_machine_is_local(tmp_path):
         assert path.parent == tmp_path / "all"
 
 
+def test_a_file_shows_who_sees_the_folder(tmp_path):
+    left = tmp_path / "all" / "seen-by-a-driver-that-was-killed"
+    left.parent.mkdir()
+    left.touch()
+    with CheckpointFolder(str(tmp_path / "all")).token() as path:
+        assert list((tmp_path / "all").iterdir()) == [path]
+    assert not path.exists()
+    with CheckpointFolder("memory://any").token() as path:
+        assert path is None
+    folder = CheckpointFolder(str(left.parent / "file" / "run"))
+    (left.parent / "file").touch()
+    with pytest.raises(UserError, match="file/run: cannot write checkpoints"), folder.token():
+        pass
+
+
 def test_what_cannot_be_read_is_one_line(tmp_path):
     folder = CheckpointFolder(str(tmp_path))
     write(folder, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
@@ -13,9 +12,9 @@ from flexray.actors.pool import Pool
 from flexray.actors.seat import Initial, Saved
 from flexray.actors.settings import EngineSettings
 from flexray.checkpoints import CheckpointFolder
-from flexray.errors import RunFailed, UserError
+from flexray.errors import RunFailed
 from flexray.events import CheckpointEvent
-from flexray.saving import Saver, check_shared
+from flexray.saving import Saver
 from tests.actors.models import config
 from tests.flexray.test_checkpoints import state
 
@@ -103,24 +102,6 @@ def test_one_that_cannot_begin_is_told_too(pool, tmp_path):
     assert saver.finish(5) == []
     with pytest.raises(RunFailed, match="the last checkpoint could not be written: step 3 in"):
         saver.last(state(3, counters={}))
-
-
-def test_a_folder_that_some_ranks_do_not_see_is_refused_before_training(pool, tmp_path):
-    check_shared(pool, CheckpointFolder(str(tmp_path / "shared")))
-    check_shared(pool, CheckpointFolder("memory://any"))
-    assert not list((tmp_path / "shared").iterdir())
-    # A path that means another folder in every process.
-    private = os.open(tmp_path / "shared", os.O_RDONLY)
-    os.dup2(private, 777)
-    try:
-        with pytest.raises(UserError, match=r"ranks \[0, 1\] do not see this folder"):
-            check_shared(pool, CheckpointFolder("/proc/self/fd/777"))
-    finally:
-        os.close(private)
-        os.close(777)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"file/run: cannot write checkpoints"):
-        check_shared(pool, CheckpointFolder(str(tmp_path / "file" / "run")))
 
 
 def test_none_is_whole_before_its_step_is_written_down(pool, tmp_path):
