@@ -11,6 +11,7 @@ import enum
 import json
 import time
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from flexray.actors.crew import ImpossibleRequest, PoolError
@@ -152,9 +153,9 @@ class Driver:
         )
         cost, _ = self.job.checked_on(places)
         self.fewest = self.job.fewest(cost, places)
-        self.calibrator = Calibrator(
-            with_learned(cost, self.resume.state.learned) if self.resume else cost
-        )
+        if self.resume:
+            cost = with_learned(cost, self.resume.state.learned)
+        self.calibrator = Calibrator(cost, ())
         tight = self.config.planner.tight_bound
         self.tight_bound = device == "cuda" if tight is None else tight
         keep, newest = self.config.checkpoint.keep, self.journal.steps_done
@@ -211,7 +212,9 @@ class Driver:
     def _prefetch(self, work: Ledger, places: tuple[Place, ...]) -> Prefetch:
         """Plans of what is not committed yet, on these ranks."""
         cost, self.degrees = self.job.cost(places), self.job.degrees(len(places))
-        self.calibrator = Calibrator(with_learned(cost, learned(self.calibrator.cost)))
+        self.calibrator = self.calibrator.on(
+            with_learned(cost, learned(self.calibrator.cost)), [(p.node, p.pid) for p in places]
+        )
         self.cluster = cluster_of(places)
         return Prefetch(
             work,
@@ -405,9 +408,13 @@ class Driver:
         )
 
     def _plan_request(self) -> PlanRequest:
+        self.calibrator.fit()
         return PlanRequest(
-            cost=self.calibrator.fit(),
-            cluster=self.cluster,
+            cost=self.calibrator.cost,
+            cluster=replace(self.cluster, speeds=self.calibrator.speeds),
             degrees=self.degrees,
             cached=self.communicators.ranks,
+            version=self.calibrator.version,
+            step_ms=self.calibrator.step_ms,
+            errors=tuple(self.calibrator.errors.items()),
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from flexray.json_lines import JsonLinesWriter
 from flexray.solver.plan import Plan
@@ -39,6 +39,8 @@ class StepEvent:
     generation: int
     learning_rate: float
     skipped: bool
+    model_version: int
+    idle: Sequence[float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,32 @@ class CheckpointEvent:
     location: str
     blocked_s: float
     write_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelEvent:
+    """The cost model that the plan of `step` was made with, where it is another than before."""
+
+    kind: ClassVar[str] = "model"
+
+    step: int
+    version: int
+    coefficients: dict[str, Any]
+    errors: dict[str, float]
+    speeds: dict[str, float]
+    step_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplanEvent:
+    """The plan of `step` was made again, since the cost model had moved meanwhile."""
+
+    kind: ClassVar[str] = "replan"
+
+    step: int
+    planned_s: float
+    moved_s: float
+    version: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +145,16 @@ class DataEvent:
     lost_label_tokens: int
 
 
-Event = StepEvent | ValidationEvent | CheckpointEvent | GenerationEvent | ResumeEvent | DataEvent
+Event = (
+    StepEvent
+    | ValidationEvent
+    | CheckpointEvent
+    | GenerationEvent
+    | ModelEvent
+    | ReplanEvent
+    | ResumeEvent
+    | DataEvent
+)
 
 
 class EventLog(JsonLinesWriter):

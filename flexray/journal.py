@@ -27,7 +27,7 @@ from flexray.events import (
 )
 from flexray.ledger import Done
 from flexray.prefetch import PlannedBatch
-from flexray.records import step_event, step_metrics
+from flexray.records import model_events, step_event, step_metrics
 from flexray.resume import cut_logs
 from flexray.run_directory import RunDirectory
 from flexray.tracking import Tracker
@@ -48,6 +48,7 @@ class Journal:
         self.steps_done = resume.state.step if resume else 0
         self.first_step = self.steps_done + 1
         self.loss = math.nan
+        self._model_version = -1  # of the last step that was written down
         self.state = "initializing"
         self._config, self._run, self._display = config, run, display
         self._callbacks = callbacks
@@ -138,6 +139,9 @@ class Journal:
         event, planned = done.event, done.planned.bounded()
         event = dataclasses.replace(event, lower_bound_s=planned.plan.lower_bound_ms / 1e3)
         self.steps_done, self.loss = event.step, event.loss
+        for learned in model_events(planned, self._model_version):
+            self._events.write(learned)
+        self._model_version = event.model_version
         self._events.write(event)
         self._plans.write(event.step, event.generation, planned.plan)
         self._tracker.log_step(event, step_metrics(planned, done.reports))

@@ -28,6 +28,9 @@ class PlanRequest:
     cluster: Cluster
     degrees: tuple[int, ...]
     cached: tuple[tuple[int, ...], ...]  # groups that have a communicator
+    version: int = 0  # of the cost model and the ranks' speeds
+    step_ms: float = 0.0  # what a step takes beside its plan
+    errors: tuple[tuple[str, float], ...] = ()  # relative standard errors of coefficients
 
 
 PLANNERS = 2

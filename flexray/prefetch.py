@@ -14,17 +14,32 @@ from flexray.actors.crew import PoolError
 from flexray.batches import Batch
 from flexray.planning_tasks import PlanRequest, bound_remotely, plan_remotely
 from flexray.solver.plan import Plan
+from flexray.solver.prediction import predicted_ms
+
+# A plan whose predicted time has moved by more than this is made again.
+MOVED = 0.10
 
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """A batch with its plan."""
+    """A batch with its plan.
+
+    Attributes:
+        best_single_ms: the same batch at the best single degree, planned.
+        waited_s: how long the driver waited for the plan.
+        request: what the plan was made with.
+        replaced: the plan that was made before, with an older cost model, and its time under the
+            present one; None where the first plan still held.
+        bound: the call that tightens the plan's lower bound, if there is one.
+    """
 
     batch: Batch
     plan: Plan
-    best_single_ms: float  # the same batch at the best single degree, planned
-    waited_s: float  # how long the driver waited for the plan
-    bound: Any = None  # the call that tightens the plan's lower bound, if there is one
+    best_single_ms: float
+    waited_s: float
+    request: PlanRequest
+    replaced: tuple[Plan, float] | None = None
+    bound: Any = None
 
     @property
     def speedup(self) -> float:
@@ -44,6 +59,26 @@ class PlannedBatch:
         return replace(self, plan=plan, bound=None)
 
 
+@dataclass(frozen=True)
+class _UnderWay:
+    """A plan that is being made."""
+
+    batch: Batch
+    request: PlanRequest
+    call: Any
+    bound: Any
+
+    def result(self) -> tuple[Plan, float]:
+        """The plan, and ms at the best single degree."""
+        try:
+            plan, best_single_ms = ray.get(self.call)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except ray.exceptions.RayError as error:  # Ray has tried three times
+            raise PoolError(f"the plan of step {self.batch.step} was lost: {error}") from None
+        return plan, best_single_ms
+
+
 class Prefetch:
     """An iterator over planned batches, in their order, the plans of `ahead` more under way."""
 
@@ -57,13 +92,14 @@ class Prefetch:
     ) -> None:
         """`request` is asked anew for every plan, so that plans follow the newest cost model.
 
+        A plan is made again when the cost model has moved meanwhile, by MOVED of its time.
         `tight_bound`: have the bound of every step's plan tightened behind it, on another core.
         """
         self._batches = batches
         self._ahead = ahead
         self._request = request
         self._tight_bound = tight_bound
-        self._under_way: deque[tuple[Batch, Any, Any]] = deque()
+        self._under_way: deque[_UnderWay] = deque()
         self._fill()
 
     def __iter__(self) -> Iterator[PlannedBatch]:
@@ -74,25 +110,30 @@ class Prefetch:
         if not self._under_way:
             raise StopIteration
         began = time.perf_counter()
-        batch, call, bound = self._under_way.popleft()
-        try:
-            plan, best_single_ms = ray.get(call)
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from None
-        except ray.exceptions.RayError as error:  # Ray has tried three times
-            raise PoolError(f"the plan of step {batch.step} was lost: {error}") from None
+        made = self._under_way.popleft()
+        plan, best_single_ms = made.result()
+        replaced, now = None, self._request()
+        if now.version != made.request.version:
+            planned_ms = predicted_ms(plan, now.cost, now.cluster)
+            if abs(planned_ms - plan.planned_ms) > MOVED * plan.planned_ms:
+                replaced = plan, planned_ms
+                made = self._ask(made.batch, now)
+                plan, best_single_ms = made.result()
         waited = time.perf_counter() - began
         self._fill()
-        return PlannedBatch(batch, plan, best_single_ms, waited, bound)
+        return PlannedBatch(
+            *(made.batch, plan, best_single_ms, waited, made.request, replaced, made.bound)
+        )
 
     def _fill(self) -> None:
         while len(self._under_way) <= self._ahead:
             batch = next(self._batches, None)
             if batch is None:
                 return
-            request = self._request()
-            call = plan_remotely.remote(batch.lengths, request)
-            bound = None
-            if self._tight_bound and not batch.held_out:
-                bound = bound_remotely.remote(call, batch.lengths, request)
-            self._under_way.append((batch, call, bound))
+            self._under_way.append(self._ask(batch, self._request()))
+
+    def _ask(self, batch: Batch, request: PlanRequest) -> _UnderWay:
+        call, bound = plan_remotely.remote(batch.lengths, request), None
+        if self._tight_bound and not batch.held_out:
+            bound = bound_remotely.remote(call, batch.lengths, request)
+        return _UnderWay(batch, request, call, bound)

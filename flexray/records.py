@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from flexray.actors.work import StepReport
-from flexray.events import StepEvent
+from flexray.events import ModelEvent, ReplanEvent, StepEvent
 from flexray.prefetch import PlannedBatch
-from flexray.solver.calibration import Span, StepSpan
+from flexray.resume import learned
+from flexray.solver.calibration import Span, StepSpans
 
 
 def step_event(
@@ -28,7 +29,7 @@ def step_event(
         label_tokens=batch.label_tokens,
         rows=batch.rows,
         step_s=max((report.step_ms for report in reports), default=0.0) / 1e3,
-        planned_s=plan.planned_ms / 1e3,
+        planned_s=(plan.planned_ms + planned.request.step_ms) / 1e3,
         plan_wait_s=planned.waited_s if is_first else min(planned.waited_s, idle_s),
         solve_s=plan.solve_s,
         lower_bound_s=plan.lower_bound_ms / 1e3,
@@ -36,7 +37,14 @@ def step_event(
         generation=generation,
         learning_rate=reports[0].learning_rate if reports else 0.0,
         skipped=bool(reports) and reports[0].skipped,
+        model_version=planned.request.version,
+        idle=[round(_idle(report), 4) for report in reports],
     )
+
+
+def _idle(report: StepReport) -> float:
+    """Share of a step in which a rank did nothing of its own: it waited for others."""
+    return sum(m.wait_ms for m in report.micro_steps) / report.step_ms
 
 
 def step_metrics(planned: PlannedBatch, reports: Sequence[StepReport]) -> dict[str, float]:
@@ -58,27 +66,44 @@ def step_metrics(planned: PlannedBatch, reports: Sequence[StepReport]) -> dict[s
     return metrics
 
 
-def spans(reports: Sequence[StepReport]) -> list[Span | StepSpan]:
-    """What the cost model learns from the reports of a step that was not the process's first.
-
-    A step that made communicators teaches nothing about the fixed cost of a micro-step.
-    """
-    if not reports:
-        return []
-    learned: list[Span | StepSpan] = [
-        Span(m.degree, m.tokens, m.squares, m.sequences, m.own_work_ms, m.all_to_all_ms)
-        for report in reports
-        for m in report.micro_steps
-    ]
-    if not any(report.new_communicators for report in reports):
-        by_micro_step = zip(*(report.micro_steps for report in reports), strict=True)
-        learned.append(
-            StepSpan(
-                work_ms=sum(
-                    max(m.own_work_ms + m.all_to_all_ms for m in ms) for ms in by_micro_step
-                ),
-                micro_steps=len(reports[0].micro_steps),
-                measured_ms=max(report.step_ms for report in reports),
-            )
+def model_events(planned: PlannedBatch, version: int) -> Iterator[ModelEvent | ReplanEvent]:
+    """What the plan of a step tells of the cost model; `version`: of the step before."""
+    step, request = planned.batch.step, planned.request
+    if planned.replaced is not None:
+        plan, now_ms = planned.replaced
+        yield ReplanEvent(
+            step=step,
+            planned_s=(plan.planned_ms + request.step_ms) / 1e3,
+            moved_s=(now_ms + request.step_ms) / 1e3,
+            version=request.version,
         )
-    return learned
+    if request.version != version:
+        speeds = enumerate(request.cluster.speed)
+        yield ModelEvent(
+            step=step,
+            version=request.version,
+            coefficients=learned(request.cost),
+            errors=dict(request.errors),
+            speeds={str(rank): speed for rank, speed in speeds if speed != 1},
+            step_ms=request.step_ms,
+        )
+
+
+def step_spans(reports: Sequence[StepReport]) -> StepSpans:
+    """What the cost model learns from the reports of a step.
+
+    The whole time of one that made communicators teaches nothing.
+    """
+    return StepSpans(
+        spans=tuple(
+            Span(
+                *(report.rank, number, m.degree, m.tokens, m.squares, m.sequences),
+                compute_ms=m.own_work_ms,
+                comm_ms=m.all_to_all_ms,
+            )
+            for report in reports
+            for number, m in enumerate(report.micro_steps)
+        ),
+        measured_ms=max(report.step_ms for report in reports),
+        is_usual=not any(report.new_communicators for report in reports),
+    )

@@ -22,7 +22,7 @@ from flexray.ledger import Ledger
 from flexray.nonfinite import NonfinitePolicy
 from flexray.prefetch import PlannedBatch
 from flexray.profiling import Profiler
-from flexray.records import spans
+from flexray.records import step_spans
 from flexray.saving import Saver
 from flexray.solver.calibration import Calibrator
 from flexray.solver.communicators import CommunicatorCache
@@ -187,8 +187,8 @@ class StepLoop:
             self.copied = step
         if self.first_step is None:
             self.first_step = step
-        if step > self.first_step:  # first calls teach nothing
-            self.calibrator.observe(*spans(reports))
+        if step > self.first_step and reports:  # first calls teach nothing
+            self.calibrator.observe(step_spans(reports))
 
     def _take_validation(self, batch: Batch, reports: list[EvaluationReport]) -> None:
         self.validation.add(batch, reports)

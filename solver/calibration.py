@@ -1,37 +1,51 @@
-"""Measured times back into the cost model: one robust non-negative least-squares fit.
+"""Measured times back into the cost model: a robust non-negative least-squares fit.
 
 Whole-step times do not identify the coefficients (per-layer parameter collectives make every rank
 as slow as the slowest group), so ranks report spans of their own work, micro-step by micro-step.
 
-A group of degree d with n sequences of S tokens and Q squared tokens in all takes on each rank
+A group of degree d with n sequences of S tokens and Q squared tokens in all takes on a rank
 
-    compute_ms = quadratic * Q / d + linear * S / d + per_sequence * n
+    compute_ms = (quadratic * Q / d + linear * S / d + per_sequence * n) / speed of the rank
     comm_ms    = exchange_mb_per_token * S / d / bandwidth(d) + exchange_ms         if d > 1
 
-and a step takes micro_step_ms per micro-step beside the work of its slowest groups. All of it is
+and a step takes step_ms and, per micro-step, micro_step_ms beside its slowest groups' work. All is
 linear in what is fitted (in 1 / bandwidth). Unknowns are multiples of the present coefficients,
-first scaled to the data: what the data do not tell apart keeps its shape.
+first scaled to the data: what the data do not tell apart keeps its shape. Newer steps count more.
+
+Usage:
+    calibrator = Calibrator(cost, ranks=range(4))
+    calibrator.observe(step_spans)
+    calibrator.fit()
+    calibrator.cost, calibrator.speeds
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+from scipy.linalg import solve_triangular
 from scipy.optimize import nnls
 
 from flexray.solver.cost import CostModel
 
 Floats = npt.NDArray[np.float64]
 
-# Pull of an unknown towards its scaled prior, against relative residuals of about 1. It decides
-# only what the data leave open.
-PULL = 1e-4
+WINDOW = 32  # steps
+HALF_LIFE = 8.0  # steps after which one counts half
+# Pull of an unknown towards its scaled prior, against that of the data. It decides only what they
+# leave open.
+PULL = 1e-8
 # Residuals beyond this many robust standard deviations lose weight (Huber).
 HUBER = 1.5
 ROUNDS = 20
+# A rank is as fast as the others unless it differs by this share, and keeps the speed that it is
+# known by unless that is off by it: else plans would follow the noise.
+NOTICED = 0.15
+SOONEST = 4  # steps that a rank's speed is told from, at least
 
 
 @dataclass(frozen=True)
@@ -40,11 +54,13 @@ class Span:
 
     Attributes:
         degree: of its group. tokens, squares, sequences: of the group's pack: tokens, sum of
-            squared lengths, number of sequences.
+            squared lengths, number of sequences. No tokens: the rank had nothing to do.
         compute_ms: forward and backward without collectives.
         comm_ms: the group's all-to-alls.
     """
 
+    rank: int
+    micro_step: int
     degree: int
     tokens: int
     squares: float
@@ -54,68 +70,160 @@ class Span:
 
 
 @dataclass(frozen=True)
-class StepSpan:
-    """One whole step: what its slowest groups' work was to take, and what it took.
+class StepSpans:
+    """One step: the spans of all ranks, and what all of it took.
 
-    `work_ms` is the sum over micro-steps of the slowest group's planned own-work time.
+    `is_usual`: whether its whole time tells anything. One that made communicators does not.
     """
 
-    work_ms: float
-    micro_steps: int
+    spans: tuple[Span, ...]
     measured_ms: float
+    is_usual: bool = True
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step as arrays, (spans,) each."""
+
+    rank: npt.NDArray[np.intp]
+    micro_step: npt.NDArray[np.intp]
+    degree: npt.NDArray[np.intp]
+    tokens: Floats
+    squares: Floats
+    sequences: Floats
+    compute_ms: Floats
+    comm_ms: Floats
+
+    @classmethod
+    def of(cls, spans: Sequence[Span]) -> _Step:
+        busy = [span for span in spans if span.tokens > 0]
+        # A fast rank of a group waits in the all-to-alls for the slow ones: the least is what they
+        # take.
+        comm: dict[tuple[float, ...], float] = {}
+        for s in busy:
+            group = (s.micro_step, s.degree, s.tokens, s.squares, s.sequences)
+            comm[group] = min(comm.get(group, np.inf), s.comm_ms)
+        rows = [
+            (
+                *(s.rank, s.micro_step, s.degree, s.tokens, s.squares, s.sequences, s.compute_ms),
+                comm[s.micro_step, s.degree, s.tokens, s.squares, s.sequences],
+            )
+            for s in busy
+        ]
+        columns = np.array(rows, dtype=np.float64).reshape(len(rows), 8).T
+        return cls(*(c.astype(np.intp) for c in columns[:3]), *columns[3:])
+
+    def work_ms(self, cost: CostModel, speeds: Floats) -> float:
+        """What its slowest groups were to take, without the fixed cost of micro-steps."""
+        if not len(self.rank):
+            return 0.0
+        times = (self.design @ _compute_of(cost) + self.exchange_ms(cost)) / speeds[self.rank]
+        slowest = np.zeros(self.micro_step.max() + 1)
+        np.maximum.at(slowest, self.micro_step, times)
+        return float(slowest.sum())
+
+    @property
+    def design(self) -> Floats:
+        """What multiplies quadratic, linear and per_sequence, (spans, 3)."""
+        return np.stack(
+            [self.squares / self.degree, self.tokens / self.degree, self.sequences], axis=1
+        )
+
+    def exchange_ms(self, cost: CostModel) -> Floats:
+        """Predicted comm_ms, (spans,)."""
+        slowness = np.array([1 / cost.bandwidth_at(d) if d > 1 else 0.0 for d in self.degree])
+        moved = cost.exchange_mb_per_token * self.tokens / self.degree
+        fixed = np.where(self.degree > 1, cost.exchange_ms, 0.0)
+        return np.asarray(moved * slowness + fixed)
 
 
 class Calibrator:
-    """A cost model that follows the last `window` spans.
+    """A cost model, and how fast each rank is, that follow the last steps.
 
-    `version` counts the fits that changed the model.
+    Attributes:
+        cost: the present model.
+        step_ms: what a step takes beside its micro-steps, whatever its plan (the optimizer).
+        speeds: of each rank, 1 as the model says, 0.5 half as fast.
+        version: how many fits have changed either.
+        errors: relative standard error of the coefficients that the data decide, by name.
     """
 
-    def __init__(self, cost: CostModel, window: int = 512) -> None:
-        self.cost = cost
+    def __init__(self, cost: CostModel, ranks: Sequence[Hashable]) -> None:
+        """`ranks`: what they are known by in another membership (`on`)."""
+        self.cost, self.speeds = cost, (1.0,) * len(ranks)
+        self.step_ms = 0.0
+        self._ranks = tuple(ranks)
         self.version = 0
-        self._spans: deque[Span] = deque(maxlen=window)
-        self._steps: deque[StepSpan] = deque(maxlen=max(1, window // 8))
+        self.errors: dict[str, float] = {}
+        self._steps: deque[tuple[_Step, StepSpans]] = deque(maxlen=WINDOW)
+        self._is_new = False  # there are steps that no fit has seen
 
-    def observe(self, *spans: Span | StepSpan) -> None:
-        """Adds measurements; the oldest leave the window."""
-        for span in spans:
-            if isinstance(span, StepSpan):
-                self._steps.append(span)
-            elif span.tokens > 0:
-                self._spans.append(span)
+    def on(self, cost: CostModel, ranks: Sequence[Hashable]) -> Calibrator:
+        """One for another membership, with the speeds of those that stay."""
+        other = Calibrator(cost, ranks)
+        known = dict(zip(self._ranks, self.speeds, strict=True))
+        other.speeds = tuple(known.get(rank, 1.0) for rank in ranks)
+        other.step_ms, other.version = self.step_ms, self.version + 1
+        return other
 
-    def fit(self) -> CostModel:
-        """The cost model of the window; the present one while there is nothing to fit."""
-        fitted = self._fit_micro_step(self._fit_exchange(self._fit_compute(self.cost)))
-        if fitted != self.cost:
-            self.cost = fitted
-            self.version += 1
-        return self.cost
+    def observe(self, step: StepSpans) -> None:
+        """Adds the newest step; the oldest leaves the window."""
+        self._steps.append((_Step.of(step.spans), step))
+        self._is_new = True
 
-    def _fit_compute(self, cost: CostModel) -> CostModel:
-        spans = [s for s in self._spans if s.compute_ms > 0]
-        if not spans:
+    def fit(self) -> None:
+        """Fits the window; nothing changes while there is nothing new to fit."""
+        if not self._is_new:
+            return
+        self._is_new = False
+        before = (self.cost, self.speeds)
+        spans, weight = self._together()
+        cost, speeds = self.cost, np.array(self.speeds)
+        if len(spans.rank):
+            cost = self._fit_compute(cost, spans, weight, speeds)
+            if len(self._steps) >= SOONEST:
+                speeds = _speeds(cost, spans, weight, speeds)
+                cost = self._fit_compute(cost, spans, weight, speeds)
+            cost = self._fit_exchange(cost, spans, weight)
+        cost, self.step_ms = self._fit_fixed(cost, speeds)
+        self.cost, self.speeds = cost, tuple(speeds.tolist())
+        self.version += (self.cost, self.speeds) != before
+
+    def _together(self) -> tuple[_Step, Floats]:
+        """All spans of the window, and how much each counts."""
+        steps = [step for step, _ in self._steps]
+        spans = _Step(*(np.concatenate(parts) for parts in zip(*map(_fields, steps), strict=True)))
+        ages = np.repeat(np.arange(len(steps))[::-1], [len(step.rank) for step in steps])
+        return spans, 0.5 ** (ages / HALF_LIFE)
+
+    def _fit_compute(
+        self, cost: CostModel, spans: _Step, weight: Floats, speeds: Floats
+    ) -> CostModel:
+        seen = spans.compute_ms > 0
+        if not seen.any():
             return cost
-        design = np.array([(s.squares / s.degree, s.tokens / s.degree, s.sequences) for s in spans])
-        prior = np.array([cost.quadratic, cost.linear, cost.per_sequence])
-        quadratic, linear, per_sequence = _fit(
-            design, np.array([s.compute_ms for s in spans]), prior
-        )
+        measured = (spans.compute_ms * speeds[spans.rank])[seen]
+        fitted, errors = _fit(spans.design[seen], measured, _compute_of(cost), weight[seen])
+        self.errors |= dict(zip(("quadratic", "linear", "per_sequence"), errors, strict=True))
+        quadratic, linear, per_sequence = fitted
         return replace(cost, quadratic=quadratic, linear=linear, per_sequence=per_sequence)
 
-    def _fit_exchange(self, cost: CostModel) -> CostModel:
-        spans = [s for s in self._spans if s.degree > 1 and s.comm_ms > 0]
-        if not spans or cost.exchange_mb_per_token == 0:
+    def _fit_exchange(self, cost: CostModel, spans: _Step, weight: Floats) -> CostModel:
+        used = (spans.degree > 1) & (spans.comm_ms > 0)
+        if not used.any() or cost.exchange_mb_per_token == 0:
             return cost
-        seen = sorted({s.degree for s in spans})
+        degree, comm_ms = spans.degree[used], spans.comm_ms[used]
+        seen = sorted(set(degree.tolist()))
         listed = sorted({*seen, *(d for d, _ in cost.bandwidth)})
-        design = np.zeros((len(spans), len(seen) + 1))
-        for i, s in enumerate(spans):
-            design[i, seen.index(s.degree)] = cost.exchange_mb_per_token * s.tokens / s.degree
-            design[i, -1] = 1.0
+        design = np.zeros((len(degree), len(seen) + 1))
+        moved = cost.exchange_mb_per_token * spans.tokens[used] / degree
+        design[np.arange(len(degree)), np.searchsorted(seen, degree)] = moved
+        design[:, -1] = 1.0
         prior = np.array([*(1 / cost.bandwidth_at(d) for d in seen), cost.exchange_ms])
-        *slowness, exchange_ms = _fit(design, np.array([s.comm_ms for s in spans]), prior)
+        fitted, errors = _fit(design, comm_ms, prior, weight[used])
+        *slowness, exchange_ms = fitted
+        names = (*(f"bandwidth {d}" for d in seen), "exchange_ms")
+        self.errors |= dict(zip(names, errors, strict=True))
         # Degrees that no group had keep their relation to those that some group had.
         scale = float(np.median(np.array(slowness) / np.maximum(prior[:-1], 1e-12)))
         now = dict(zip(seen, slowness, strict=True))
@@ -124,39 +232,90 @@ class Calibrator:
         )
         return replace(cost, bandwidth=bandwidth, exchange_ms=exchange_ms)
 
-    def _fit_micro_step(self, cost: CostModel) -> CostModel:
-        if not self._steps:
-            return cost
-        rest = [(s.measured_ms - s.work_ms) / s.micro_steps for s in self._steps if s.micro_steps]
-        return replace(cost, micro_step_ms=max(0.0, float(np.median(rest)))) if rest else cost
+    def _fit_fixed(self, cost: CostModel, speeds: Floats) -> tuple[CostModel, float]:
+        """What steps take beside the planned work: so it holds what stragglers cost, too."""
+        newest_first = enumerate(reversed(self._steps))
+        told = [
+            (step.micro_step.max() + 1, step.work_ms(cost, speeds), whole.measured_ms, age)
+            for age, (step, whole) in newest_first
+            if whole.is_usual and len(step.rank)
+        ]
+        if not told:
+            return cost, self.step_ms
+        micro_steps, work, measured, age = np.array(told).T
+        design = np.stack([micro_steps, np.ones(len(told))], axis=1)
+        prior = np.array([cost.micro_step_ms, self.step_ms])
+        weight = 0.5 ** (age / HALF_LIFE)
+        (micro_step_ms, step_ms), errors = _fit(design, measured - work, prior, weight, measured)
+        self.errors |= dict(zip(("micro_step_ms", "step_ms"), errors, strict=True))
+        return replace(cost, micro_step_ms=micro_step_ms), step_ms
 
 
-def _fit(design: Floats, measured: Floats, prior: Floats) -> list[float]:
+def _fields(step: _Step) -> tuple[Floats, ...]:
+    return tuple(getattr(step, name) for name in _Step.__dataclass_fields__)
+
+
+def _compute_of(cost: CostModel) -> Floats:
+    return np.array([cost.quadratic, cost.linear, cost.per_sequence])
+
+
+def _speeds(cost: CostModel, spans: _Step, weight: Floats, known: Floats) -> Floats:
+    """How fast each rank is against what the model says, (ranks,)."""
+    predicted = spans.design @ _compute_of(cost)
+    seen = (spans.compute_ms > 0) & (predicted > 0)
+    found = known.copy()
+    for rank in np.unique(spans.rank[seen]):
+        own = seen & (spans.rank == rank)
+        if own.sum() >= SOONEST:
+            # By time: a short span says little.
+            found[rank] = _median(predicted[own] / spans.compute_ms[own], (weight * predicted)[own])
+    found = found / np.quantile(found, 0.5, method="higher")
+    found[np.abs(found - 1) < NOTICED] = 1.0
+    near = np.abs(found / known - 1) < NOTICED
+    return np.where(near & ((found == 1) == (known == 1)), known, found)
+
+
+def _fit(
+    design: Floats, measured: Floats, prior: Floats, weight: Floats, scale: Floats | None = None
+) -> tuple[list[float], list[float]]:
     """Non-negative coefficients for `design` (n, c) @ coefficients = `measured` (n,).
 
-    Residuals are relative to what was measured (spans range over orders of magnitude), weighted
-    by Huber's rule so that a stalled rank does not count.
+    Residuals are relative to `scale` (n,), by default to what was measured (spans range over orders
+    of magnitude), weighted by `weight` (n,) and by Huber's rule so that a stalled rank does not
+    count. Returns coefficients and their relative standard errors.
     """
-    typical = design.mean(axis=0)
-    share = float(np.median(measured))
-    # A coefficient that was 0 can still appear: its unit is a hundredth of a typical span.
-    unit = np.maximum(prior, 0.01 * share / np.maximum(typical, 1e-12))
+    scale = measured if scale is None else scale
     predicted = design @ prior
-    ratio = float(np.median(measured / np.maximum(predicted, 1e-12))) if predicted.any() else 1.0
-    scaled = np.where(prior > 0, np.maximum(prior * ratio, 1e-30), unit)
-    target = np.where(prior > 0, 1.0, 0.0)
+    ratio = _median(measured / np.maximum(predicted, 1e-12), weight) if predicted.any() else 1.0
+    shaped = prior * max(ratio, 1e-3)
+    # One that is nothing now can still appear: its unit is a hundredth of a typical span.
+    typical = max(_median(measured, weight), 1e-3 * _median(scale, weight))
+    scaled = np.maximum(shaped, 0.01 * typical / np.maximum(design.mean(axis=0), 1e-12))
+    target = shaped / scaled
 
-    a = design * scaled / measured[:, None]
-    b = np.ones(len(measured))
-    pull = PULL * np.eye(len(prior))
-    weight = np.ones(len(measured))
+    a, b = design * scaled / scale[:, None], measured / scale
+    huber = np.ones(len(measured))
     multiple = target
     for _ in range(ROUNDS):
-        root = np.sqrt(weight)
-        multiple, _ = nnls(
-            np.vstack([a * root[:, None], pull]), np.concatenate([b * root, PULL * target])
-        )
+        share_of = weight * huber
+        share_of = share_of / share_of.sum()
+        # The normal equations: as small for the spans of a thousand ranks as for those of four.
+        normal = a.T @ (share_of[:, None] * a)
+        pull = PULL * np.trace(normal) / len(prior)
+        normal += pull * np.eye(len(prior))
+        lower = np.linalg.cholesky(normal)
+        right = solve_triangular(lower, a.T @ (share_of * b) + pull * target, lower=True)
+        multiple, _ = nnls(lower.T, right)
         residual = np.abs(a @ multiple - b)
-        deviation = 1.4826 * float(np.median(residual)) + 1e-9
-        weight = np.minimum(1.0, HUBER * deviation / np.maximum(residual, 1e-12))
-    return [float(c) for c in multiple * scaled]
+        deviation = 1.4826 * _median(residual, weight) + 1e-9
+        huber = np.minimum(1.0, HUBER * deviation / np.maximum(residual, 1e-12))
+    spread = deviation * np.sqrt(np.diag(np.linalg.inv(normal)) * (share_of**2).sum())
+    errors = spread / np.maximum(multiple, 1e-12)
+    return [float(c) for c in multiple * scaled], [float(e) for e in errors]
+
+
+def _median(values: Floats, weight: Floats) -> float:
+    """The weighted median."""
+    order = np.argsort(values)
+    total = np.cumsum(weight[order])
+    return float(values[order][np.searchsorted(total, 0.5 * total[-1])])

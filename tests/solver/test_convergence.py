@@ -1,0 +1,145 @@
+"""Planner and calibrator together, on simulated clusters whose coefficients nobody tells them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from flexray.presets import load_preset
+from flexray.solver.calibration import Calibrator, Span, StepSpans
+from flexray.solver.cluster import Cluster
+from flexray.solver.cost import CostModel
+from flexray.solver.plan import Plan
+from flexray.solver.planner import Effort, plan_step
+from flexray.solver.prediction import predicted_ms
+
+GPUS, SEQUENCES = 16, 96
+CLUSTER = Cluster.uniform(GPUS)
+DEGREES = (1, 2, 4, 8, 16)
+TRUE = load_preset("gpt-7b-a100-40g").with_max_length(48_000).cost
+TRUE = TRUE.with_capacity(TRUE.capacity(64))
+FOLDER = Path(__file__).parents[2] / "datasets" / "lengths"
+
+
+def batches(data: str, n: int) -> list[list[int]]:
+    lengths = pq.read_table(FOLDER / f"{data}.parquet")["length"].to_numpy()
+    kept = lengths[lengths <= 48_000]
+    return [kept[i * SEQUENCES : (i + 1) * SEQUENCES].tolist() for i in range(n)]
+
+
+def wrong(cost: CostModel, factor: float) -> CostModel:
+    """Every coefficient of time off by a factor, one up and the next down."""
+    return replace(
+        cost,
+        quadratic=cost.quadratic * factor,
+        linear=cost.linear / factor,
+        micro_step_ms=cost.micro_step_ms * factor,
+        exchange_ms=cost.exchange_ms / factor,
+        bandwidth=tuple(
+            (d, speed * (factor if i % 2 else 1 / factor))
+            for i, (d, speed) in enumerate(cost.bandwidth)
+        ),
+    )
+
+
+@dataclass
+class Machine:
+    """Ranks that take what `cost` says, times noise, a rank's own slowness, and some hiccups."""
+
+    cost: CostModel
+    noise: float = 0.05
+    hiccups: float = 0.0  # share of spans that take ten times as long
+    slowness: tuple[float, ...] = (1.0,) * GPUS
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.random = np.random.default_rng(self.seed)
+
+    def run(self, plan: Plan) -> StepSpans:
+        spans, measured = [], 0.0
+        for m, micro_step in enumerate(plan.micro_steps):
+            slowest = 0.0
+            for group in micro_step.groups:
+                d, tokens = group.degree, group.tokens
+                squares = sum(float(n) ** 2 for n in group.lengths)
+                compute = (self.cost.quadratic * squares + self.cost.linear * tokens) / d
+                compute += self.cost.per_sequence * len(group.rows)
+                comm = 0.0
+                if d > 1:
+                    moved = self.cost.exchange_mb_per_token * tokens / d
+                    comm = moved / self.cost.bandwidth_at(d) + self.cost.exchange_ms
+                for rank in group.ranks:
+                    own = compute * self.slowness[rank] * self.random.lognormal(0, self.noise)
+                    if self.random.random() < self.hiccups:
+                        own *= 10
+                    took = comm * self.random.lognormal(0, self.noise)
+                    spans.append(Span(rank, m, d, tokens, squares, len(group.rows), own, took))
+                    slowest = max(slowest, own + took)
+            measured += slowest + self.cost.micro_step_ms
+        return StepSpans(tuple(spans), measured)
+
+
+def train(
+    machine: Machine, start: CostModel, data: list[list[int]], calibrator: Calibrator | None = None
+) -> tuple[list[tuple[float, float]], Calibrator]:
+    """(predicted ms, measured ms) of every step, planned with what was learned until then."""
+    calibrator = calibrator or Calibrator(start, range(GPUS))
+    told = []
+    for lengths in data:
+        calibrator.fit()
+        cluster = replace(CLUSTER, speeds=calibrator.speeds)
+        plan = plan_step(lengths, calibrator.cost, cluster, DEGREES, effort=Effort(nodes=0))
+        assert predicted_ms(plan, calibrator.cost, cluster) == pytest.approx(plan.planned_ms)
+        step = machine.run(plan)
+        told.append((plan.planned_ms + calibrator.step_ms, step.measured_ms))
+        calibrator.observe(step)
+    return told, calibrator
+
+
+def error(told: list[tuple[float, float]]) -> float:
+    """Mean absolute error of predicted step times."""
+    return float(np.mean([abs(predicted / measured - 1) for predicted, measured in told]))
+
+
+@pytest.mark.parametrize("data", ["wikipedia", "github"])
+@pytest.mark.parametrize("factor", [3.0, 1 / 3.0])
+def test_from_coefficients_three_times_wrong_steps_are_predicted_within_twenty(
+    data: str, factor: float
+) -> None:
+    told, _ = train(Machine(TRUE), wrong(TRUE, factor), batches(data, 32))
+    assert error(told[:1]) > 0.2  # else there would be nothing to learn
+    assert error(told[20:]) < 0.06
+
+
+def test_hiccups_do_not_spoil_what_is_learned() -> None:
+    _, calibrator = train(Machine(TRUE, hiccups=0.02), wrong(TRUE, 3.0), batches("github", 30))
+    assert calibrator.cost.quadratic == pytest.approx(TRUE.quadratic, rel=0.05)
+    assert calibrator.cost.linear == pytest.approx(TRUE.linear, rel=0.05)
+    assert calibrator.speeds == (1.0,) * GPUS
+
+
+def test_a_slow_rank_gets_less_work_within_ten_steps() -> None:
+    slowness = (1.0,) * 5 + (2.0,) + (1.0,) * (GPUS - 6)
+    data = batches("github", 24)
+    told, calibrator = train(Machine(TRUE, slowness=slowness), TRUE, data[:10])
+    assert calibrator.speeds[5] == pytest.approx(0.5, rel=0.1)
+    assert [s for r, s in enumerate(calibrator.speeds) if r != 5] == [1.0] * (GPUS - 1)
+    quiet = Machine(TRUE, noise=0.0, slowness=slowness)
+    aware, _ = train(quiet, TRUE, data[10:], calibrator)
+    unaware = [
+        quiet.run(plan_step(lengths, TRUE, CLUSTER, DEGREES, effort=Effort(nodes=0))).measured_ms
+        for lengths in data[10:]
+    ]
+    healthy = [
+        plan_step(lengths, TRUE, CLUSTER, DEGREES, effort=Effort(nodes=0)).planned_ms
+        for lengths in data[10:]
+    ]
+    took = sum(measured for _, measured in aware)
+    # As fast as the ranks' speeds in all allow, to 15%, and not at the slow one's pace.
+    assert took < 1.15 * sum(healthy) * GPUS / (GPUS - 0.5)
+    assert took < 0.75 * sum(unaware)
+    assert error(aware) < 0.10
