@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 
 from flexray.actors.settings import EngineSettings
 from flexray.actors.worker import Place, Worker
-from flexray.datasets.data_source import DataSource
+from flexray.datasets.data_source import RowSource
 
 
 class PoolError(RuntimeError):
@@ -39,9 +39,17 @@ class Crew:
     """
 
     def __init__(
-        self, device: str, settings: EngineSettings, data: DataSource, shared: Path | None
+        self,
+        device: str,
+        settings: EngineSettings,
+        data: RowSource,
+        shared: Path | None,
+        worker: Any = Worker,
     ) -> None:
-        """`shared`: a file that every actor must see, in the folder that all write to."""
+        """`shared`: a file that every actor must see, in the folder that all write to.
+
+        `worker`: the actors' class.
+        """
         environment = {
             # One thread a rank on CPUs; NCCL keeps the order in which we issue collectives.
             "OMP_NUM_THREADS": "1",
@@ -51,7 +59,7 @@ class Crew:
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"),
         }
-        self._class = Worker.options(  # type: ignore[attr-defined]
+        self._class = worker.options(
             num_cpus=1,
             num_gpus=1 if device == "cuda" else 0,
             runtime_env={"env_vars": environment},

@@ -24,8 +24,8 @@ from flexray.actors.reshard import CorruptState
 from flexray.actors.seat import Copies, Holding, Initial, JoinReport, Saved, Seat
 from flexray.actors.settings import EngineSettings
 from flexray.actors.work import EvaluationReport, RankStep, StepReport
-from flexray.actors.worker import Place
-from flexray.datasets.data_source import DataSource
+from flexray.actors.worker import Place, Worker
+from flexray.datasets.data_source import RowSource
 from flexray.solver.cluster import Cluster
 
 START_TIMEOUT_S = 300.0
@@ -64,15 +64,18 @@ def cluster_of(places: Sequence[Place]) -> Cluster:
 
 @dataclass(frozen=True)
 class Losses:
-    """Who was lost with a generation, by rank."""
+    """Who was lost with a generation, by rank, and who ran out of memory and is still there."""
 
     dead: tuple[int, ...]
     hung: tuple[int, ...]
+    full: tuple[int, ...] = ()
 
     @property
-    def cause(self) -> Literal["death", "hang"]:
+    def cause(self) -> Literal["death", "hang", "memory"]:
         """What the next generation is made for."""
-        return "hang" if self.hung else "death"
+        if self.hung:
+            return "hang"
+        return "memory" if self.full and not self.dead else "death"
 
     def __bool__(self) -> bool:
         return bool(self.dead or self.hung)
@@ -80,7 +83,11 @@ class Losses:
     def __str__(self) -> str:
         said = [
             f"rank{'s'[: len(ranks) != 1]} {', '.join(map(str, ranks))} {what}"
-            for ranks, what in ((self.dead, "died"), (self.hung, "did not answer"))
+            for ranks, what in (
+                (self.dead, "died"),
+                (self.hung, "did not answer"),
+                (self.full, "ran out of memory"),
+            )
             if ranks
         ]
         return " and ".join(said) or "no rank was lost"
@@ -94,11 +101,12 @@ class Pool:
         membership: Membership,
         device: str,
         settings: EngineSettings,
-        data: DataSource,
+        data: RowSource,
         *,
         at_start: int | None = None,
         shared: Path | None = None,
         silence_s: float = 30.0,
+        worker: Any = Worker,
     ) -> None:
         """Asks Ray for as many actors as `membership` wants, one GPU or one CPU ("cpu") each.
 
@@ -110,6 +118,7 @@ class Pool:
             at_start: how many must be there to begin; None: all that are wanted.
             shared: a file that every actor must see, in the folder that all write to.
             silence_s: an actor that does not answer for so long is hung.
+            worker: the actors' class.
 
         Raises:
             ImpossibleRequest: the cluster cannot have `at_start` now.
@@ -117,7 +126,7 @@ class Pool:
         self.membership = membership
         key = "cluster.min_gpus" if at_start else "cluster.gpus"
         self._have = check_resources(at_start or membership.target, device, key)
-        self._crew = Crew(device, settings, data, shared)
+        self._crew = Crew(device, settings, data, shared, worker)
         self._timeout_s, self._shard_size = settings.timeout_s, settings.shard_size
         self._ranks: tuple[int, ...] = ()  # the actors of the present generation, also lost ones
         self._is_between = False  # one generation has ended and the next is not formed
@@ -214,15 +223,18 @@ class Pool:
         self._is_between = True
         calls = {self._crew.actors[a].leave.remote(): a for a in self.membership.alive}
         deadline = time.monotonic() + self._timeout_s + LEAVE_SLACK_S
-        self._holdings = {}
+        self._holdings, full = {}, set[int]()
         while calls:
             done, _ = ray.wait(list(calls), num_returns=1, timeout=LOOK_S)
             for call in done:
                 actor = calls.pop(call)
                 try:
-                    self._holdings[actor] = ray.get(call)
+                    left = ray.get(call)
                 except RayError:
                     self._end(actor)
+                else:
+                    self._holdings[actor] = left.holdings
+                    full |= {actor} if left.ran_out else set()
             silent = self._pulse.silent({a: self._crew.actors[a] for a in calls.values()})
             if time.monotonic() > deadline:  # alive, and yet it never comes back
                 silent = list(calls.values())
@@ -234,6 +246,7 @@ class Pool:
         return Losses(
             dead=tuple(rank for rank, actor in lost if actor not in self._hung),
             hung=tuple(rank for rank, actor in lost if actor in self._hung),
+            full=tuple(rank for rank, actor in enumerate(self._ranks) if actor in full),
         )
 
     def newest_copies(self) -> Copies | None:

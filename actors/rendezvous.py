@@ -28,6 +28,10 @@ class CollectiveFailed(RuntimeError):
     """What ranks do together did not succeed: one has died, hangs or failed. One line."""
 
 
+class OutOfMemory(CollectiveFailed):
+    """This rank could not hold what it was given."""
+
+
 def wait_for(store: Store, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
     """Polls until `condition()`.
 

@@ -16,6 +16,14 @@ class Holding:
 
 
 @dataclass(frozen=True)
+class Left:
+    """What an actor tells when it has left a generation."""
+
+    holdings: tuple[Holding, ...]  # its whole host copies
+    ran_out: bool  # of memory, and so the generation ended
+
+
+@dataclass(frozen=True)
 class Initial:
     """Start from the weights that the settings name, before step 1."""
 

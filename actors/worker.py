@@ -26,13 +26,19 @@ from flexray.actors.engine import Engine, StaleGeneration, StepMismatch
 from flexray.actors.host_copy import HostCopy, tensors_to_restore
 from flexray.actors.model import ModelRefused
 from flexray.actors.profile import Profile
-from flexray.actors.rendezvous import START_TIMEOUT_S, CollectiveFailed, meet, raw_group
+from flexray.actors.rendezvous import (
+    START_TIMEOUT_S,
+    CollectiveFailed,
+    OutOfMemory,
+    meet,
+    raw_group,
+)
 from flexray.actors.reshard import CorruptState, Moved, restore
-from flexray.actors.seat import Copies, Holding, JoinReport, Saved, Seat
+from flexray.actors.seat import Copies, JoinReport, Left, Saved, Seat
 from flexray.actors.settings import EngineSettings
 from flexray.actors.work import EvaluationReport, RankStep, StepReport
 from flexray.actors.world import leave_world
-from flexray.datasets.data_source import DataSource
+from flexray.datasets.data_source import RowSource
 
 T = TypeVar("T")
 
@@ -70,7 +76,9 @@ def local_device(kind: str) -> torch.device:
 class Worker:
     """One rank's process. Its rank and world may change; the process and its data stay."""
 
-    def __init__(self, settings: EngineSettings, data: DataSource, device: str) -> None:
+    engine_class: Callable[..., Engine] = Engine
+
+    def __init__(self, settings: EngineSettings, data: RowSource, device: str) -> None:
         if device == "cpu":
             torch.set_num_threads(1)
         self.settings = settings
@@ -80,6 +88,7 @@ class Worker:
         self.checkpointer: Checkpointer | None = None
         self.copies: list[HostCopy] = []  # whole ones, while there is no engine
         self.profile: Profile | None = None  # that records
+        self.ran_out = False  # of memory, in the last generation
         self.being_written: Queue[Callable[[], None]] = Queue()
         # Sockets of a generation close when its garbage is collected: 0.4 s here over everything
         # that has been imported, 0.01 s over what is made from now on.
@@ -146,10 +155,11 @@ class Worker:
         self._together(lambda: self._joined().settle(step))
 
     @ray.method(concurrency_group="train")
-    def leave(self) -> tuple[Holding, ...]:
+    def leave(self) -> Left:
         """Ends the generation here, if there is one, and tells which whole copies are left."""
         self._leave()
-        return tuple(copy.holding for copy in self.copies if copy.holding is not None)
+        holdings = tuple(copy.holding for copy in self.copies if copy.holding is not None)
+        return Left(holdings, self.ran_out)
 
     @ray.method(concurrency_group="train")
     def save(self, location: str) -> SaveReport:
@@ -190,6 +200,7 @@ class Worker:
 
     def _join(self, seat: Seat) -> JoinReport:
         self._leave()
+        self.ran_out = False
         origin = seat.origin
         self.copies = [
             copy
@@ -209,7 +220,7 @@ class Worker:
             cpu = torch.device("cpu")
             group = raw_group(store, "transfer", seat.rank, seat.participants, cpu, limit)
         if seat.rank < seat.world:
-            self.engine = Engine(
+            self.engine = self.engine_class(
                 self.settings,
                 self.documents.read,
                 store=root,
@@ -285,6 +296,7 @@ class Worker:
             raise
         except Exception as error:
             failure = _plain(error)
+            self.ran_out = isinstance(failure, OutOfMemory)
             error.__traceback__ = None  # its frames pin tensors, works and groups
         if self.engine is None:
             leave_world()  # half-way into it
@@ -320,6 +332,8 @@ def _not_begun() -> None:
 def _plain(error: Exception) -> Exception:
     """The error in one line, without what it refers to."""
     text = " ".join(str(error).split())
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return OutOfMemory(f"out of memory: {text}")
     if isinstance(error, CollectiveFailed | CorruptState | CheckpointFailed):
         return type(error)(text)
     return CollectiveFailed(f"{type(error).__name__}: {text}")

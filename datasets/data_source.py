@@ -4,10 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from flexray.datasets.corpus import Corpus
 from flexray.datasets.documents import Documents, OverLength
 from flexray.datasets.mixture import Mixture
+
+
+class Rows(Protocol):
+    """What an actor reads its rows from."""
+
+    def read(self, row: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32] | None]:
+        """Token ids and unshifted labels (None: every token is one) of a row, (length,) each."""
+
+
+class RowSource(Protocol):
+    """What actors can open for themselves."""
+
+    def open(self) -> Rows:
+        """All rows."""
 
 
 @dataclass(frozen=True)

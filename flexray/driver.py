@@ -10,15 +10,17 @@ from __future__ import annotations
 import enum
 import json
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from flexray.actors.crew import ImpossibleRequest, PoolError
 from flexray.actors.membership import Change, Membership
-from flexray.actors.pool import LOOK_S, Broken, Pool, cluster_of
+from flexray.actors.pool import LOOK_S, Broken, Losses, Pool, cluster_of
 from flexray.actors.seat import Copies, Initial, Saved
-from flexray.actors.worker import Place
+from flexray.actors.worker import Place, Worker
 from flexray.batches import Batch, batches
 from flexray.callbacks import Callbacks
 from flexray.checkpoints import Checkpoint, CheckpointFolder, RunState
@@ -43,6 +45,7 @@ from flexray.solver.plan import PlanningError
 from flexray.step_loop import StepLoop
 from flexray.stopping import StopRequest
 
+LESS = 0.8  # of what did not fit is planned next
 MOST_FAILURES = 10  # generations in a row that end before a step is committed
 
 
@@ -59,6 +62,9 @@ class State(enum.Enum):
 
 class Driver:
     """One run, from a checked job to its last step."""
+
+    worker: Any = Worker  # the actors' class
+    planning: Callable[..., Prefetch] = Prefetch
 
     def __init__(
         self,
@@ -86,8 +92,9 @@ class Driver:
         self.loop: StepLoop | None = None  # of the present generation
         self.number = self.journal.last_generation
         self.begun = 0  # the newest step that had begun when a generation was lost
-        self.failures: list[bool] = []  # since a step was committed: whether a rank was lost
+        self.failures: list[Losses] = []  # since a step was committed
         self.failed_at = 0  # steps that were committed then
+        self.capacity: int | None = None  # tokens a GPU, where more did not fit
         self.gave_up = ""  # why the run is to end, with a checkpoint
         self.state = State.INITIALIZING
 
@@ -140,6 +147,7 @@ class Driver:
             at_start=resources.at_start,
             shared=shared,
             silence_s=cluster.silence_s,
+            worker=self.worker,
         )
 
     def _initialize(self, device: str) -> None:
@@ -212,11 +220,13 @@ class Driver:
     def _prefetch(self, work: Ledger, places: tuple[Place, ...]) -> Prefetch:
         """Plans of what is not committed yet, on these ranks."""
         cost, self.degrees = self.job.cost(places), self.job.degrees(len(places))
+        if self.capacity is not None:
+            cost = cost.with_capacity(min(self.capacity, cost.capacity(len(places))))
         self.calibrator = self.calibrator.on(
             with_learned(cost, learned(self.calibrator.cost)), [(p.node, p.pid) for p in places]
         )
         self.cluster = cluster_of(places)
-        return Prefetch(
+        return self.planning(
             work,
             ahead=self.config.planner.prefetch,
             request=self._plan_request,
@@ -281,21 +291,44 @@ class Driver:
         """After a loss: what the survivors' copies hold is where the next generation goes on."""
         self._pause()
         losses = self.pool.regroup()
+        largest = 0
         if self.loop:
             self.begun = max(self.begun, self.loop.begun)
             if copies := self.pool.newest_copies():
                 self.loop.rescue(copies.step)
+            largest = self.loop.largest_share
         self.loop = None
         self.journal.checkpoints(self.saver.break_off(self.journal.steps_done))
         if self.journal.steps_done > self.failed_at:
             self.failures = []
         self.failed_at = self.journal.steps_done
-        self.failures.append(bool(losses))
+        self.failures.append(losses)
         # Where nobody was lost it is the work itself that fails.
-        if self.failures[-2:] == [False, False] or len(self.failures) >= MOST_FAILURES:
-            raise RunFailed(f"{error} ({len(self.failures)} generations in a row)")
+        unexplained = [not lost and not lost.full for lost in self.failures[-2:]] == [True, True]
+        too_large = [lost.cause for lost in self.failures[-3:]] == ["memory"] * 3
+        if unexplained or too_large or len(self.failures) >= MOST_FAILURES:
+            raise RunFailed(f"{error}; {losses} ({len(self.failures)} generations in a row)")
         self.journal.message(f"{error} ({losses})")
+        if losses.full and losses.cause == "memory":
+            self._hold_less(largest)
         return losses.cause
+
+    def _hold_less(self, tokens: int) -> None:
+        """Plans smaller packs after ranks ran out of memory with up to `tokens` a GPU.
+
+        Raises RunFailed where the longest sequence would not fit any more.
+        """
+        if not tokens:
+            raise RunFailed("the ranks cannot hold their shares of the training state: use more")
+        needed = self.job.longest_share(self.generation.world)
+        if needed >= tokens:
+            raise RunFailed(
+                f"out of memory with {tokens:,} tokens a GPU, and the longest sequence needs "
+                f"{needed:,} on each of {self.generation.world}: use more GPUs, turn on "
+                "model.activation_checkpointing, or lower data.max_length"
+            )
+        self.capacity = max(needed, int(LESS * tokens))
+        self.journal.message(f"plans hold {self.capacity:,} tokens a GPU at most from here on")
 
     def _pause(self) -> None:
         """The ranks change from here on."""

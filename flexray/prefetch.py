@@ -132,8 +132,12 @@ class Prefetch:
                 return
             self._under_way.append(self._ask(batch, self._request()))
 
+    def plan(self, batch: Batch, request: PlanRequest) -> Any:
+        """A call that ends with the batch's plan, and ms at the best single degree."""
+        return plan_remotely.remote(batch.lengths, request)
+
     def _ask(self, batch: Batch, request: PlanRequest) -> _UnderWay:
-        call, bound = plan_remotely.remote(batch.lengths, request), None
+        call, bound = self.plan(batch, request), None
         if self._tight_bound and not batch.held_out:
             bound = bound_remotely.remote(call, batch.lengths, request)
         return _UnderWay(batch, request, call, bound)

@@ -113,6 +113,17 @@ class StepLoop:
         first = [work.batch.step for work in self.in_flight if not work.batch.held_out][:1]
         return max([self.ledger.newest_done or self.journal.steps_done, *first])
 
+    @property
+    def largest_share(self) -> int:
+        """Tokens that a rank gets at most in the work that is under way."""
+        packs = (
+            group
+            for work in self.in_flight
+            for micro_step in work.planned.plan.micro_steps
+            for group in micro_step.groups
+        )
+        return max((-(-pack.tokens // pack.degree) for pack in packs), default=0)
+
     def rescue(self, step: int) -> None:
         """Commits up to `step` after the generation is over, from what was still reported.
 

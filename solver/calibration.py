@@ -34,7 +34,7 @@ from flexray.solver.cost import CostModel
 
 Floats = npt.NDArray[np.float64]
 
-WINDOW = 32  # steps
+WINDOW = 32  # steps that training learns from
 HALF_LIFE = 8.0  # steps after which one counts half
 # Pull of an unknown towards its scaled prior, against that of the data. It decides only what they
 # leave open.
@@ -148,19 +148,30 @@ class Calibrator:
         errors: relative standard error of the coefficients that the data decide, by name.
     """
 
-    def __init__(self, cost: CostModel, ranks: Sequence[Hashable]) -> None:
-        """`ranks`: what they are known by in another membership (`on`)."""
+    def __init__(
+        self,
+        cost: CostModel,
+        ranks: Sequence[Hashable],
+        *,
+        window: int = WINDOW,
+        half_life: float = HALF_LIFE,
+    ) -> None:
+        """`ranks`: what they are known by in another membership (`on`).
+
+        `window`: steps that are kept. `half_life`: steps after which one counts half.
+        """
         self.cost, self.speeds = cost, (1.0,) * len(ranks)
         self.step_ms = 0.0
+        self._window, self._half_life = window, half_life
         self._ranks = tuple(ranks)
         self.version = 0
         self.errors: dict[str, float] = {}
-        self._steps: deque[tuple[_Step, StepSpans]] = deque(maxlen=WINDOW)
+        self._steps: deque[tuple[_Step, StepSpans]] = deque(maxlen=window)
         self._is_new = False  # there are steps that no fit has seen
 
     def on(self, cost: CostModel, ranks: Sequence[Hashable]) -> Calibrator:
         """One for another membership, with the speeds of those that stay."""
-        other = Calibrator(cost, ranks)
+        other = Calibrator(cost, ranks, window=self._window, half_life=self._half_life)
         known = dict(zip(self._ranks, self.speeds, strict=True))
         other.speeds = tuple(known.get(rank, 1.0) for rank in ranks)
         other.step_ms, other.version = self.step_ms, self.version + 1
@@ -194,7 +205,7 @@ class Calibrator:
         steps = [step for step, _ in self._steps]
         spans = _Step(*(np.concatenate(parts) for parts in zip(*map(_fields, steps), strict=True)))
         ages = np.repeat(np.arange(len(steps))[::-1], [len(step.rank) for step in steps])
-        return spans, 0.5 ** (ages / HALF_LIFE)
+        return spans, 0.5 ** (ages / self._half_life)
 
     def _fit_compute(
         self, cost: CostModel, spans: _Step, weight: Floats, speeds: Floats
@@ -245,7 +256,7 @@ class Calibrator:
         micro_steps, work, measured, age = np.array(told).T
         design = np.stack([micro_steps, np.ones(len(told))], axis=1)
         prior = np.array([cost.micro_step_ms, self.step_ms])
-        weight = 0.5 ** (age / HALF_LIFE)
+        weight = 0.5 ** (age / self._half_life)
         (micro_step_ms, step_ms), errors = _fit(design, measured - work, prior, weight, measured)
         self.errors |= dict(zip(("micro_step_ms", "step_ms"), errors, strict=True))
         return replace(cost, micro_step_ms=micro_step_ms), step_ms

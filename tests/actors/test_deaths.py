@@ -180,7 +180,8 @@ class Run:
         generation, done = 0, self._generation(0, Initial())
         while done < STEPS:
             generation += 1
-            holdings, _ = self._together(generation, "leave", dict.fromkeys(self._pipes, ()))
+            left, _ = self._together(generation, "leave", dict.fromkeys(self._pipes, ()))
+            holdings = {actor: one.holdings for actor, one in left.items()}
             origin = newest_copies(holdings, self._owners, tuple(self._pipes))
             if origin is None:
                 raise Lost

@@ -105,7 +105,7 @@ class Member:
 
     def move(self, members, among):
         """To a generation of `members`, from the newest state that `among` hold."""
-        held = self.worker.leave()
+        held = self.worker.leave().holdings
         name = f"holdings/{self.generation + 1}"
         self.store.set(f"{name}/{self.number}", pickle.dumps((held, self.owners)))
         self.store.wait([f"{name}/{other}" for other in among])
@@ -195,7 +195,7 @@ def killed(rank, world, store, settings):
     member.move((3, 2), (0, 2, 3))
     if rank != 0:
         member.train(12)
-    held = member.worker.leave()
+    held = member.worker.leave().holdings
     return member.losses, freed, len(held)
 
 
@@ -270,7 +270,7 @@ def from_a_checkpoint(rank, world, store, folder):
     member.worker.settle(5)
     assert member.worker.written() == ""
     member.join(range(world), range(world), Saved(str(folder), 3, counters))
-    held = {(h.generation, h.step) for h in member.worker.leave()}
+    held = {(h.generation, h.step) for h in member.worker.leave().holdings}
     member.join(range(world), range(world), Saved(str(folder), 3, counters))
     before = member.losses.copy()
     member.train(5)
@@ -409,7 +409,7 @@ def dies_while_loading(rank, world, store, folder):
     with pytest.raises(CheckpointFailed) as failure:
         member.join(range(world), range(world), saved)
     freed = time.perf_counter() - began
-    assert member.worker.engine is None and member.worker.leave() == ()
+    assert member.worker.engine is None and member.worker.leave().holdings == ()
     member.join((2, 0), (2, 0), saved)
     before = member.losses.copy()
     member.train(4)

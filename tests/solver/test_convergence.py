@@ -125,7 +125,7 @@ def test_hiccups_do_not_spoil_what_is_learned() -> None:
 def test_a_slow_rank_gets_less_work_within_ten_steps() -> None:
     slowness = (1.0,) * 5 + (2.0,) + (1.0,) * (GPUS - 6)
     data = batches("github", 24)
-    told, calibrator = train(Machine(TRUE, slowness=slowness), TRUE, data[:10])
+    _, calibrator = train(Machine(TRUE, slowness=slowness), TRUE, data[:10])
     assert calibrator.speeds[5] == pytest.approx(0.5, rel=0.1)
     assert [s for r, s in enumerate(calibrator.speeds) if r != 5] == [1.0] * (GPUS - 1)
     quiet = Machine(TRUE, noise=0.0, slowness=slowness)

@@ -1,0 +1,1 @@
+"""`flexray profile`: a cost model measured on the very cluster that a config describes."""

@@ -1,0 +1,158 @@
+"""From measured steps to a cost model, and whether it is one to plan with."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexray.solver.calibration import Calibrator, Span, StepSpans
+from flexray.solver.cluster import Cluster
+from flexray.solver.cost import CostModel
+from flexray.solver.plan import Plan
+from flexray.solver.prediction import predicted_ms
+
+# A fit is refused where the median prediction is off by more than this share of what was measured,
+WORST = 0.25
+# or where a term is known so badly that it alone moves a prediction by this share.
+UNSURE = 0.25
+
+
+class BadFit(RuntimeError):
+    """The measurements do not make a cost model: one line that says why."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A step that was run."""
+
+    plan: Plan
+    spans: StepSpans
+
+
+@dataclass(frozen=True)
+class Point:
+    """One prediction, and the median of all that was measured of it in all rounds.
+
+    Noise of single measurements is in the coefficients' standard errors.
+
+    Attributes:
+        kind: "compute", "all-to-all" or "step".
+        degree: of the group; of a step the largest.
+        parts: name of a coefficient and ms that it contributes.
+    """
+
+    kind: str
+    degree: int
+    parts: tuple[tuple[str, float], ...]
+    measured_ms: float
+
+    @property
+    def predicted_ms(self) -> float:
+        """By the fitted model."""
+        return math.fsum(ms for _, ms in self.parts)
+
+    @property
+    def error(self) -> float:
+        """Off by this share of what was measured."""
+        return abs(self.predicted_ms - self.measured_ms) / self.measured_ms
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A cost model, and all that it is held against.
+
+    Attributes:
+        step_ms: of a step, whatever its plan.
+        speeds: of each rank, 1 as the model says.
+        errors: relative standard errors of coefficients, by the Calibrator's names.
+    """
+
+    cost: CostModel
+    step_ms: float
+    speeds: tuple[float, ...]
+    errors: dict[str, float]
+    points: tuple[Point, ...]
+
+    def by_kind(self) -> dict[str, list[Point]]:
+        """Points of each kind, those of the all-to-all by degree."""
+        kinds: dict[str, list[Point]] = defaultdict(list)
+        for point in sorted(self.points, key=lambda p: (_KINDS.index(p.kind), p.degree)):
+            is_exchange = point.kind == "all-to-all"
+            kinds[f"{point.kind}, degree {point.degree}" if is_exchange else point.kind].append(point)
+        return dict(kinds)
+
+    def check(self) -> None:
+        """Raises BadFit."""
+        for kind, points in self.by_kind().items():
+            if (median := float(np.median([p.error for p in points]))) > WORST:
+                raise BadFit(
+                    f"{kind}: half of {len(points)} predictions are off by {median:.0%} or more "
+                    f"(at most {WORST:.0%} is a fit): is something else running on these machines?"
+                )
+        for name, error in self.errors.items():
+            shares = [dict(p.parts).get(name, 0.0) / p.measured_ms for p in self.points]
+            moved = error * max(shares)
+            if moved > UNSURE:
+                raise BadFit(
+                    f"{name}: its standard error ({error:.0%}) alone moves predictions by up to "
+                    f"{moved:.0%} (at most {UNSURE:.0%} is a fit): the measured steps do not tell it"
+                )
+
+
+_KINDS = ("compute", "all-to-all", "step")
+
+
+def fit(cost: CostModel, cluster: Cluster, observed: Sequence[Observed]) -> Fit:
+    """The Calibrator's fit, all steps counting alike. `cost` is where it starts."""
+    calibrator = Calibrator(
+        cost, range(cluster.gpus), window=len(observed), half_life=math.inf
+    )
+    for step in observed:
+        calibrator.observe(step.spans)
+    calibrator.fit()
+    cost, speeds, step_ms = calibrator.cost, calibrator.speeds, calibrator.step_ms
+    there = Cluster(cluster.node_sizes, speeds)
+    measured: dict[tuple[str, int, tuple[tuple[str, float], ...]], list[float]] = defaultdict(list)
+    for step in observed:
+        for kind, degree, parts, ms in _predictions(step, cost, there, step_ms):
+            measured[kind, degree, tuple(parts.items())].append(ms)
+    points = tuple(Point(*key, float(np.median(times))) for key, times in measured.items())
+    return Fit(cost, step_ms, speeds, calibrator.errors, points)
+
+
+def _predictions(
+    step: Observed, cost: CostModel, cluster: Cluster, step_ms: float
+) -> Iterator[tuple[str, int, dict[str, float], float]]:
+    """Kind, degree, parts of the prediction, and what was measured."""
+    least: dict[tuple[int, int, int, float], Span] = {}
+    for s in step.spans.spans:
+        if s.tokens == 0:
+            continue
+        parts = {
+            "quadratic": cost.quadratic * s.squares / s.degree,
+            "linear": cost.linear * s.tokens / s.degree,
+            "per_sequence": cost.per_sequence * s.sequences,
+        }
+        speed = cluster.speed[s.rank]
+        yield "compute", s.degree, {name: ms / speed for name, ms in parts.items()}, s.compute_ms
+        # As the Calibrator: who comes first to an all-to-all waits for the others.
+        group = (s.micro_step, s.degree, s.tokens, s.squares)
+        if s.degree > 1 and (group not in least or s.comm_ms < least[group].comm_ms):
+            least[group] = s
+    for s in least.values():
+        moved = cost.exchange_mb_per_token * s.tokens / s.degree
+        parts = {
+            f"bandwidth {s.degree}": moved / cost.bandwidth_at(s.degree),
+            "exchange_ms": cost.exchange_ms,
+        }
+        yield "all-to-all", s.degree, parts, s.comm_ms
+    if step.spans.is_usual:
+        micro_steps = cost.micro_step_ms * len(step.plan.micro_steps)
+        work = predicted_ms(step.plan, cost, cluster) - micro_steps
+        largest = max(max(degrees) for degrees in step.plan.degrees)
+        parts = {"work": work, "micro_step_ms": micro_steps, "step_ms": step_ms}
+        yield "step", largest, parts, step.spans.measured_ms
