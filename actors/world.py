@@ -6,6 +6,7 @@ import gc
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, _redistribute
 from torch.distributed.tensor._collective_utils import MeshTopoInfo
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -54,3 +55,4 @@ def _clear_caches() -> None:
     _clear_sharding_prop_cache()
     propagator = type(DTensor._op_dispatcher.sharding_propagator)
     propagator._propagate_tensor_meta_cached.cache_clear()
+    FakeTensorMode.cache_clear()  # has entries for every mesh that ever was

@@ -18,6 +18,7 @@ from flexray import __version__
 COMMANDS = {
     "train": "Train a language model, with a new plan for every step.",
     "scale": "Give a run that is training more GPUs, or fewer.",
+    "profile": "Measure the cost model on the cluster that a config describes.",
     "plan": "Plan one training step: which groups of GPUs form and which rows each gets.",
     "simulate": "Simulate what planning every step would gain on a cluster, before renting it.",
     "annotate": "Make a corpus: tokenise documents and record the length of each.",

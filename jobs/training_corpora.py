@@ -1,4 +1,4 @@
-"""What the benchmark of training trains on: the built-in corpus, and lengths like GitHub's."""
+"""What the benchmark of training trains on: random tokens in rows of the lengths of real ones."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from flexray.datasets.builtin import builtin_corpus
 from flexray.datasets.tokenizer import BytesTokenizer
 from flexray.datasets.writer import CorpusWriter
 from flexray.length_source import read_lengths
 
-LENGTHS = Path(__file__).resolve().parents[1] / "datasets" / "lengths" / "github.parquet"
-LIMIT = 49_152  # tokens of GitHub's files; longer ones (0.6%) are left out
+LENGTHS = Path(__file__).resolve().parents[1] / "datasets" / "lengths"
+SCALE = 24  # rows are so much shorter, as the models are
 VOCABULARY = 256
+CORPORA = ("builtin", "github")
 
 
 def scaled(lengths: npt.NDArray[np.int64], longest: int) -> npt.NDArray[np.int64]:
-    """GitHub's lengths up to LIMIT, so much shorter that LIMIT becomes `longest`; at least 2."""
-    kept = lengths[lengths <= LIMIT]
-    return np.maximum(2, kept * longest // LIMIT)
+    """A SCALE-th of each length, at least 2; those that stay longer than `longest` are left out."""
+    return np.maximum(2, lengths[lengths <= SCALE * longest] // SCALE)
 
 
-def github_like(folder: Path, longest: int) -> Path:
-    """A corpus of random tokens in `folder` with these lengths."""
+def write_corpus(name: str, folder: Path, longest: int) -> Path:
+    """A corpus in `folder`. `name`: whose lengths. Raises CorpusError without the built-in one."""
+    source = builtin_corpus() if name == "builtin" else LENGTHS / f"{name}.parquet"
+    lengths = scaled(read_lengths(str(source)), longest)
     folder.mkdir()
-    lengths = scaled(read_lengths(str(LENGTHS)), longest)
     writer = CorpusWriter(folder, BytesTokenizer().info, VOCABULARY)
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, lengths.sum(), dtype=np.int32)
     writer.add(lengths, tokens)

@@ -34,12 +34,10 @@ class Emulation:
 
     Attributes:
         cost: of which compute and the fixed cost of a micro-step are slept.
-        step_ms: the fixed cost of a step, slept too.
         slow_rank: is half as fast from `slow_from` on, a step; None: all are alike.
     """
 
     cost: CostModel
-    step_ms: float = 0.0
     slow_rank: int | None = None
     slow_from: int = 0
 
@@ -100,7 +98,6 @@ class EmulatedEngine(Engine):
 
     def update(self) -> float:
         """There are no gradients."""
-        time.sleep(self.emulation.step_ms / 1e3)
         self.updates += 1
         return 1.0
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from flexray.jobs.training_corpora import write_corpus
 from flexray.jobs.training_emulation import Emulation, emulated, pinned
 from flexray.jobs.training_turns import (
     ADAPTIVE,
@@ -19,15 +20,19 @@ from flexray.jobs.training_turns import (
     Turn,
     train,
 )
+from flexray.presets import load_preset
 from flexray.solver.cost import CostModel
 
 WAYS = (FLEXRAY, STATIC, ADAPTIVE)
 PINNED, EMULATED = 2, (4, 8)  # ranks
 
-# 100K parameters; tokens are bytes. Eight heads for degrees up to 8.
-MODEL: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 8}
-LONGEST = {PINNED: 3072, 4: 8192, 8: 8192}
-SEQUENCES = {PINNED: 24, 4: 48, 8: 96}
+# Changes to the small Llama. Where compute is slept, with the all-to-alls of what is slept (the CPU
+# preset: 0.02 MB a token), and heads for degrees up to 8.
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
+SMALL: dict[str, Any] = HEADS
+SLEPT: dict[str, Any] = HEADS | {"num_hidden_layers": 4, "hidden_size": 160}
+LONGEST = {PINNED: 4096, 4: 8192, 8: 8192}
+BATCH_TOKENS = {PINNED: 16_384, 4: 65_536, 8: 65_536}
 
 SLOW_RANKS, SLOW_RANK = 4, 2
 SPEED = 3.5  # of four ranks, one of them half as fast
@@ -58,6 +63,7 @@ class Compared:
     taken_s: dict[str, float]
     planned_s: dict[str, float]
     off: float
+    cost: CostModel  # as the run's own reports tell it
 
     def speedup(self, way: str) -> float:
         """Of FlexRay's plans over those of `way`, measured."""
@@ -92,39 +98,29 @@ class SlowRank:
         return self.aware_s / self.best_s - 1
 
 
-def compare_pinned(folder: Path, corpora: dict[str, str], size: Size) -> tuple[list[Compared], Run]:
-    """Two ranks with a core each and real compute; also the last run, for its cost model."""
-    found = []
-    for corpus, where in corpora.items():
-        sections = sections_of(PINNED, where, LONGEST[PINNED] // PINNED)
-        run = train(folder, f"pinned-{corpus}", sections, in_turns(size, WAYS), pinned())
-        found.append(compared(corpus, PINNED, False, run.steps, size))
-    return found, run
+def compare(folder: Path, corpus: str, ranks: int, size: Size) -> Compared:
+    """The ways on one corpus: two ranks with a core each, or more, whose compute is slept.
+
+    A rank holds so much that the longest sequence needs all of them.
+    """
+    is_emulated = ranks != PINNED
+    worker = emulated(Emulation(stated_cost())) if is_emulated else pinned()
+    where = write_corpus(corpus, folder / f"{corpus}-{ranks}-corpus", LONGEST[ranks])
+    sections = sections_of(ranks, where, LONGEST[ranks] // ranks)
+    run = train(folder, f"{corpus}-{ranks}", sections, in_turns(size, WAYS), worker)
+    return compared(corpus, ranks, is_emulated, run, size)
 
 
-def compare_emulated(
-    folder: Path, corpora: dict[str, str], ranks: int, emulation: Emulation, size: Size
-) -> list[Compared]:
-    """More ranks than cores: compute is slept."""
-    found = []
-    for corpus, where in corpora.items():
-        sections = sections_of(ranks, where, LONGEST[ranks] // ranks)
-        turns = in_turns(size, WAYS)
-        run = train(folder, f"emulated-{ranks}-{corpus}", sections, turns, emulated(emulation))
-        found.append(compared(corpus, ranks, True, run.steps, size))
-    return found
-
-
-def slow_rank(folder: Path, where: str, emulation: Emulation, size: Size) -> SlowRank:
+def slow_rank(folder: Path, size: Size) -> SlowRank:
     """Four emulated ranks; one becomes half as fast.
 
     A rank holds half of the longest sequence, so that none needs all of them.
     """
-    first = size.warm + size.measured
-    turns = slow_turns(size)
-    slowed = replace(emulation, slow_rank=SLOW_RANK, slow_from=first + 1)
+    slowed = Emulation(stated_cost(), SLOW_RANK, size.warm + size.measured + 1)
+    where = write_corpus("github", folder / "slow-rank-corpus", LONGEST[SLOW_RANKS])
     sections = sections_of(SLOW_RANKS, where, LONGEST[SLOW_RANKS] // 2)
-    return slowness(train(folder, "slow-rank", sections, turns, emulated(slowed)).steps, size)
+    run = train(folder, "slow-rank", sections, slow_turns(size), emulated(slowed))
+    return slowness(run.steps, size)
 
 
 def in_turns(size: Size, ways: Sequence[str]) -> list[Turn]:
@@ -145,13 +141,10 @@ def slow_turns(size: Size) -> list[Turn]:
     return [*healthy, *learning, *both]
 
 
-def compared(
-    corpus: str, ranks: int, is_emulated: bool, steps: Sequence[Step], size: Size
-) -> Compared:
+def compared(corpus: str, ranks: int, is_emulated: bool, run: Run, size: Size) -> Compared:
     """The steps after those that warm up."""
-    of = {
-        way: [s for s in steps if s.turn.way == way and s.turn.batch >= size.warm] for way in WAYS
-    }
+    steps = [step for step in run.steps if step.turn.batch >= size.warm]
+    of = {way: [step for step in steps if step.turn.way == way] for way in WAYS}
     return Compared(
         corpus=corpus,
         ranks=ranks,
@@ -159,7 +152,8 @@ def compared(
         batches=size.measured,
         taken_s={way: mean(s.wall_s for s in each) for way, each in of.items()},
         planned_s={way: mean(s.planned_s for s in each) for way, each in of.items()},
-        off=mean(abs(s.planned_s / s.wall_s - 1) for s in of[FLEXRAY]),
+        off=mean(abs(step.planned_s / step.wall_s - 1) for step in of[FLEXRAY]),
+        cost=run.cost,
     )
 
 
@@ -178,22 +172,18 @@ def slowness(steps: Sequence[Step], size: Size) -> SlowRank:
     )
 
 
-def sections_of(ranks: int, corpus: str, capacity: int) -> dict[str, Any]:
+def sections_of(ranks: int, corpus: Path, capacity: int) -> dict[str, Any]:
     """The run's config: `capacity` tokens on a rank."""
     return {
         "cluster": {"gpus": ranks, "device": "cpu"},
-        "model": {"config": MODEL},
-        "data": {"corpus": corpus, "max_length": LONGEST[ranks], "over_length": "drop"},
-        "train": {"batch_sequences": SEQUENCES[ranks]},
+        "model": {"config": SMALL if ranks == PINNED else SLEPT},
+        "data": {"corpus": str(corpus), "max_length": LONGEST[ranks]},
+        "train": {"batch_tokens": BATCH_TOKENS[ranks]},
         "planner": {"capacity": capacity},
     }
 
 
-def emulation_of(run: Run) -> Emulation:
-    """Sleeps what a step of `run` took, by its own fit."""
-    return Emulation(compute_only(run.cost), run.step_ms)
-
-
-def compute_only(cost: CostModel) -> CostModel:
-    """What is slept of a cost model: all-to-alls are made."""
+def stated_cost() -> CostModel:
+    """What is slept: the CPU preset's compute and parameter collectives. All-to-alls are made."""
+    cost = load_preset("cpu").cost
     return CostModel(cost.quadratic, cost.linear, cost.per_sequence, cost.micro_step_ms)

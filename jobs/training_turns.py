@@ -66,11 +66,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Run:
-    """All steps, the cost model that they ended with, and what a step takes beside its plan."""
+    """All steps, and the cost model that they ended with."""
 
     steps: tuple[Step, ...]
     cost: CostModel
-    step_ms: float
 
 
 def train(
@@ -104,7 +103,7 @@ def train(
             turns, walls, clock.events, driver.planned, strict=True
         )
     )
-    return Run(steps, driver.calibrator.cost, driver.calibrator.step_ms)
+    return Run(steps, driver.calibrator.cost)
 
 
 class InTurns(Driver):
@@ -132,7 +131,12 @@ class EachItsWay(Prefetch):
     """Plans each step's batch as its turn says, and keeps what was planned."""
 
     def __init__(
-        self, turns: Sequence[Turn], longest: int, planned: list[PlannedBatch], *args: Any, **kw: Any
+        self,
+        turns: Sequence[Turn],
+        longest: int,
+        planned: list[PlannedBatch],
+        *args: Any,
+        **kw: Any,
     ) -> None:
         """`longest`: sequence of the corpus, which the static degree is to hold."""
         self._turns, self._longest, self._planned = turns, longest, planned

@@ -15,6 +15,7 @@ from flexray.solver.plan import Group, MicroStep, Plan
 Ranks = tuple[int, ...]
 
 SHORT = 32  # tokens of a short row: so few that attention within it costs nothing
+MANY = 64  # short rows on a rank at most: where a row costs much, they would take for ever
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,7 @@ class Case:
                 rows = pack.lengths(len(ranks))
                 first = len(lengths)
                 lengths += rows
-                made.append(
-                    Group(len(ranks), ranks, tuple(range(first, len(lengths))), rows, 0.0)
-                )
+                made.append(Group(len(ranks), ranks, tuple(range(first, len(lengths))), rows, 0.0))
             micro_steps.append(MicroStep(tuple(made), 0.0))
         plan = Plan(tuple(micro_steps), 0.0, 0.0, solve_s=0.0, method="profile")
         return cls(plan, tuple(lengths))
@@ -94,21 +93,25 @@ def one_round(cluster: Cluster, degrees: Sequence[int], tokens: int, longest: in
     """Steps that together tell all coefficients apart; `tokens` on a rank at most.
 
     One long row against many short ones tells attention from the rest, and what a row costs; a
-    quarter of the tokens tells what does not depend on them; one micro-step against three tells
-    what a micro-step costs from what a step costs.
+    quarter of the tokens tells what does not depend on them, and that in one micro-step and in
+    several what a micro-step and a step cost. (Next to no tokens would tell what the model has no
+    term for: what starting every operation costs.)
     """
-    long, middle = Pack(tokens, longest), Pack(max(1, tokens // 2), _middle(longest))
-    short, few = Pack(tokens, SHORT), Pack(max(1, tokens // 4), longest)
+    short = max(SHORT, tokens // MANY)
+    long, few = Pack(tokens, longest), Pack(max(1, tokens // 4), longest)
+    many, between = Pack(tokens, short), Pack(max(1, tokens // 2), round((short * longest) ** 0.5))
+    alone = inside(cluster, 1)
     return [
-        Case.of(packs, inside(cluster, degree))
-        for packs in ([long], [short, few, middle])
-        for degree in degrees
+        *(Case.of([few] * micro_steps, alone) for micro_steps in (1, 4)),
+        *(
+            Case.of(packs, inside(cluster, degree))
+            for packs in ([long], [many, few, between])
+            for degree in degrees
+        ),
     ]
 
 
-def across_round(
-    cluster: Cluster, degrees: Sequence[int], tokens: int, longest: int
-) -> list[Case]:
+def across_round(cluster: Cluster, degrees: Sequence[int], tokens: int, longest: int) -> list[Case]:
     """What tells the all-to-all across nodes of degrees that a node has room for."""
     packs = [Pack(tokens, longest), Pack(max(1, tokens // 4), longest)]
     return [Case.of(packs, groups) for d in degrees if (groups := across(cluster, d))]
@@ -120,10 +123,6 @@ def ramp(cluster: Cluster, most: int, longest: int) -> Iterator[tuple[int, Case]
     while tokens <= most:
         yield tokens, Case.of([Pack(tokens, longest)], inside(cluster, 1))
         tokens *= 2
-
-
-def _middle(longest: int) -> int:
-    return max(1, round((SHORT * longest) ** 0.5))
 
 
 def _nodes(cluster: Cluster) -> list[Ranks]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from dataclasses import dataclass, replace
+from statistics import median
 
 from flexray.solver.calibration import Calibrator, Span, StepSpans
 from flexray.solver.cluster import Cluster
@@ -16,7 +15,7 @@ from flexray.solver.plan import Plan
 from flexray.solver.prediction import predicted_ms
 
 # A fit is refused where the median prediction is off by more than this share of what was measured,
-WORST = 0.25
+WORST = 0.30
 # or where a term is known so badly that it alone moves a prediction by this share.
 UNSURE = 0.25
 
@@ -27,33 +26,44 @@ class BadFit(RuntimeError):
 
 @dataclass(frozen=True)
 class Observed:
-    """A step that was run."""
+    """A step that was run, some times over: the medians of what it took."""
 
     plan: Plan
     spans: StepSpans
 
+    @classmethod
+    def of(cls, plan: Plan, runs: Sequence[StepSpans]) -> Observed:
+        """`runs`: of the same step, after its first one, which made communicators."""
+        spans = [
+            replace(
+                same[0],
+                compute_ms=median(s.compute_ms for s in same),
+                comm_ms=median(s.comm_ms for s in same),
+            )
+            for same in zip(*(run.spans for run in runs), strict=True)
+        ]
+        return cls(plan, StepSpans(tuple(spans), median(run.measured_ms for run in runs)))
+
 
 @dataclass(frozen=True)
 class Point:
-    """One prediction, and the median of all that was measured of it in all rounds.
-
-    Noise of single measurements is in the coefficients' standard errors.
+    """One prediction, and what was measured.
 
     Attributes:
         kind: "compute", "all-to-all" or "step".
         degree: of the group; of a step the largest.
-        parts: name of a coefficient and ms that it contributes.
+        parts: ms that each coefficient contributes, by name.
     """
 
     kind: str
     degree: int
-    parts: tuple[tuple[str, float], ...]
     measured_ms: float
+    parts: dict[str, float]
 
     @property
     def predicted_ms(self) -> float:
         """By the fitted model."""
-        return math.fsum(ms for _, ms in self.parts)
+        return math.fsum(self.parts.values())
 
     @property
     def error(self) -> float:
@@ -82,24 +92,26 @@ class Fit:
         kinds: dict[str, list[Point]] = defaultdict(list)
         for point in sorted(self.points, key=lambda p: (_KINDS.index(p.kind), p.degree)):
             is_exchange = point.kind == "all-to-all"
-            kinds[f"{point.kind}, degree {point.degree}" if is_exchange else point.kind].append(point)
+            kinds[f"{point.kind}, degree {point.degree}" if is_exchange else point.kind].append(
+                point
+            )
         return dict(kinds)
 
     def check(self) -> None:
         """Raises BadFit."""
         for kind, points in self.by_kind().items():
-            if (median := float(np.median([p.error for p in points]))) > WORST:
+            if (middle := median(p.error for p in points)) > WORST:
                 raise BadFit(
-                    f"{kind}: half of {len(points)} predictions are off by {median:.0%} or more "
+                    f"{kind}: half of {len(points)} predictions are off by {middle:.0%} or more "
                     f"(at most {WORST:.0%} is a fit): is something else running on these machines?"
                 )
         for name, error in self.errors.items():
-            shares = [dict(p.parts).get(name, 0.0) / p.measured_ms for p in self.points]
+            shares = [p.parts.get(name, 0.0) / p.measured_ms for p in self.points]
             moved = error * max(shares)
             if moved > UNSURE:
                 raise BadFit(
-                    f"{name}: its standard error ({error:.0%}) alone moves predictions by up to "
-                    f"{moved:.0%} (at most {UNSURE:.0%} is a fit): the measured steps do not tell it"
+                    f"{name}: the measured steps do not tell it: its standard error ({error:.0%}) "
+                    f"alone moves predictions by up to {moved:.0%} (at most {UNSURE:.0%} is a fit)"
                 )
 
 
@@ -108,26 +120,17 @@ _KINDS = ("compute", "all-to-all", "step")
 
 def fit(cost: CostModel, cluster: Cluster, observed: Sequence[Observed]) -> Fit:
     """The Calibrator's fit, all steps counting alike. `cost` is where it starts."""
-    calibrator = Calibrator(
-        cost, range(cluster.gpus), window=len(observed), half_life=math.inf
-    )
+    calibrator = Calibrator(cost, range(cluster.gpus), window=len(observed), half_life=math.inf)
     for step in observed:
         calibrator.observe(step.spans)
     calibrator.fit()
     cost, speeds, step_ms = calibrator.cost, calibrator.speeds, calibrator.step_ms
     there = Cluster(cluster.node_sizes, speeds)
-    measured: dict[tuple[str, int, tuple[tuple[str, float], ...]], list[float]] = defaultdict(list)
-    for step in observed:
-        for kind, degree, parts, ms in _predictions(step, cost, there, step_ms):
-            measured[kind, degree, tuple(parts.items())].append(ms)
-    points = tuple(Point(*key, float(np.median(times))) for key, times in measured.items())
-    return Fit(cost, step_ms, speeds, calibrator.errors, points)
+    points = [point for step in observed for point in _points(step, cost, there, step_ms)]
+    return Fit(cost, step_ms, speeds, calibrator.errors, tuple(points))
 
 
-def _predictions(
-    step: Observed, cost: CostModel, cluster: Cluster, step_ms: float
-) -> Iterator[tuple[str, int, dict[str, float], float]]:
-    """Kind, degree, parts of the prediction, and what was measured."""
+def _points(step: Observed, cost: CostModel, cluster: Cluster, step_ms: float) -> Iterator[Point]:
     least: dict[tuple[int, int, int, float], Span] = {}
     for s in step.spans.spans:
         if s.tokens == 0:
@@ -138,7 +141,8 @@ def _predictions(
             "per_sequence": cost.per_sequence * s.sequences,
         }
         speed = cluster.speed[s.rank]
-        yield "compute", s.degree, {name: ms / speed for name, ms in parts.items()}, s.compute_ms
+        parts = {name: ms / speed for name, ms in parts.items()}
+        yield Point("compute", s.degree, s.compute_ms, parts)
         # As the Calibrator: who comes first to an all-to-all waits for the others.
         group = (s.micro_step, s.degree, s.tokens, s.squares)
         if s.degree > 1 and (group not in least or s.comm_ms < least[group].comm_ms):
@@ -149,10 +153,9 @@ def _predictions(
             f"bandwidth {s.degree}": moved / cost.bandwidth_at(s.degree),
             "exchange_ms": cost.exchange_ms,
         }
-        yield "all-to-all", s.degree, parts, s.comm_ms
-    if step.spans.is_usual:
-        micro_steps = cost.micro_step_ms * len(step.plan.micro_steps)
-        work = predicted_ms(step.plan, cost, cluster) - micro_steps
-        largest = max(max(degrees) for degrees in step.plan.degrees)
-        parts = {"work": work, "micro_step_ms": micro_steps, "step_ms": step_ms}
-        yield "step", largest, parts, step.spans.measured_ms
+        yield Point("all-to-all", s.degree, s.comm_ms, parts)
+    micro_steps = cost.micro_step_ms * len(step.plan.micro_steps)
+    work = predicted_ms(step.plan, cost, cluster) - micro_steps
+    largest = max(max(degrees) for degrees in step.plan.degrees)
+    parts = {"work": work, "micro_step_ms": micro_steps, "step_ms": step_ms}
+    yield Point("step", largest, step.spans.measured_ms, parts)

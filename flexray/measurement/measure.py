@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from flexray.actors.membership import Membership
 from flexray.actors.pool import Pool
 from flexray.actors.seat import Initial
-from flexray.actors.work import StepReport
 from flexray.actors.worker import Place
 from flexray.datasets.random_rows import RandomRows
 from flexray.errors import UserError
 from flexray.measurement.bench import Bench
-from flexray.measurement.design import Case, across_round, inside, one_round, ramp
+from flexray.measurement.design import across_round, inside, one_round, ramp
 from flexray.measurement.fit import Observed
 from flexray.measurement.memory import Peak
 from flexray.model_preparation import ModelJob
 from flexray.ray_cluster import Resources, connected
 from flexray.records import step_spans
+from flexray.solver.calibration import StepSpans
 from flexray.solver.cluster import Cluster
 from flexray.solver.cost import CostModel
 
-ROUNDS = 5
+ROUNDS = 8
 FEWEST_ROUNDS = 2
-BUDGET_S = 60.0  # after which no further round begins
-# The largest pack is the one from which on a step takes so long: longer ones tell no more.
-LONG_ENOUGH_MS = 500.0
+BUDGET_S = 45.0  # after which no further round begins
+# The largest pack is the first on which a rank works so long: longer ones tell no more.
+LONG_ENOUGH_MS = 200.0
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,19 @@ class Measurements:
     across: tuple[Observed, ...]
     creation_ms: dict[int, float]
     peaks: tuple[Peak, ...]
+
+    @property
+    def where(self) -> str:
+        """On what it was measured."""
+        nodes = len(self.cluster.node_sizes)
+        what = self.places[0].device_name or "CPUs"
+        return f"{len(self.places)} ranks on {what}, {nodes} node{'s'[: nodes > 1]}"
+
+    @property
+    def degrees_across(self) -> tuple[int, ...]:
+        """Degrees that a node has room for and that were measured across nodes too."""
+        spanned = {g.degree for s in self.across for m in s.plan.micro_steps for g in m.groups}
+        return tuple(sorted(spanned - {1}))
 
 
 def measure(job: ModelJob, say: Callable[[str], None]) -> Measurements:
@@ -114,14 +127,15 @@ def _measured(
         say("warming up")
         bench.run(case)
     began = time.monotonic()
-    observed: list[Observed] = []
-    others: list[Observed] = []
+    all_cases = (*cases, *across)
+    runs: list[list[StepSpans]] = [[] for _ in all_cases]
     for number in range(ROUNDS):
         if number >= FEWEST_ROUNDS and time.monotonic() - began > BUDGET_S:
             break
         say(f"round {number + 1} of {ROUNDS}")
-        observed += [_observed(case, bench.run(case)) for case in cases]
-        others += [_observed(case, bench.run(case)) for case in across]
+        for case, times in zip(all_cases, runs, strict=True):
+            times.append(step_spans(bench.run(case)))
+    observed = [Observed.of(c.plan, times) for c, times in zip(all_cases, runs, strict=True)]
     return Measurements(
         places=places,
         cluster=cluster,
@@ -129,8 +143,8 @@ def _measured(
         degrees=degrees,
         cost=cost,
         tokens=tokens,
-        observed=tuple(observed),
-        across=tuple(others),
+        observed=tuple(observed[: len(cases)]),
+        across=tuple(observed[len(cases) :]),
         creation_ms=creation_ms,
         peaks=peaks,
     )
@@ -143,10 +157,7 @@ def _ramp(bench: Bench, cluster: Cluster, most: int, longest: int) -> tuple[tupl
         bench.run(case)  # the first use makes what stays: kernels, optimizer states
         reports = bench.run(case)
         peaks.append(Peak(tokens, max(report.peak_memory_mb for report in reports)))
-        if max(report.step_ms for report in reports) > LONG_ENOUGH_MS:
+        # The fastest rank's: others may have been held up.
+        if min(report.micro_steps[0].own_work_ms for report in reports) > LONG_ENOUGH_MS:
             break
     return tuple(peaks), peaks[-1].tokens
-
-
-def _observed(case: Case, reports: Sequence[StepReport]) -> Observed:
-    return Observed(case.plan, step_spans(reports))
