@@ -10,6 +10,7 @@ import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,7 +111,8 @@ class StubWorker:
 
     @ray.method(concurrency_group="train")
     def save(self, location: str) -> Any:
-        """Like a worker's `SaveReport`, of nothing."""
+        """Like a worker's `SaveReport`, of an empty folder."""
+        Path(location).mkdir(parents=True, exist_ok=True)
         return SimpleNamespace(counters={}, blocked_s=0.0)
 
     @ray.method(concurrency_group="storage")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import cProfile
 import pstats
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from itertools import islice, pairwise
@@ -103,7 +103,7 @@ def with_actors(
 
 
 def real_of(ranks: int, clocks: list[tuple[float, float]], idle_ms: list[float]) -> Real:
-    """From (process, thread) CPU seconds at the end of each step, and each step's longest idling."""
+    """From (process, thread) CPU seconds at the end of each step, and its longest idling."""
     cpu, main = (
         median(1e3 * (after[i] - before[i]) for before, after in pairwise(clocks)) for i in (0, 1)
     )
@@ -154,12 +154,11 @@ def with_reports(folder: Path, ranks: int, steps: int) -> Stubbed:
     return Stubbed(ranks, steps, fits.spent_s * each, pool.carried_s * each, rest * each)
 
 
-def growth(real: list[Real], stubbed: list[Stubbed]) -> float:
-    """CPU ms a step and rank that Ray's calls take: what actors cost beyond made-up reports."""
+def calls_ms(real: Sequence[Real], stubbed: Sequence[Stubbed]) -> float:
+    """CPU ms a step that a further rank's calls take: what actors cost beyond made-up reports."""
     without = {one.ranks: one.total for one in stubbed}
     ranks = [one.ranks for one in real]
-    calls = [one.cpu - without[one.ranks] for one in real]
-    slope, _ = np.polyfit(ranks, calls, 1)
+    slope, _ = np.polyfit(ranks, [one.cpu - without[one.ranks] for one in real], 1)
     return max(0.0, float(slope))
 
 

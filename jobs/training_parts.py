@@ -32,7 +32,7 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
 SMALL: dict[str, Any] = HEADS
 SLEPT: dict[str, Any] = HEADS | {"num_hidden_layers": 4, "hidden_size": 160}
 LONGEST = {PINNED: 4096, 4: 8192, 8: 8192}
-BATCH_TOKENS = {PINNED: 16_384, 4: 65_536, 8: 65_536}
+BATCH_TOKENS = {PINNED: 16_384, 4: 32_768, 8: 65_536}
 
 SLOW_RANKS, SLOW_RANK = 4, 2
 SPEED = 3.5  # of four ranks, one of them half as fast

@@ -30,7 +30,7 @@ class Goal:
     name: str
     value: float
     limit: float
-    unit: str  # "x", "%" or "steps"
+    unit: str  # "x", "%", "ms" or "steps"
     is_least: bool = False
 
     @property
@@ -87,16 +87,24 @@ def report(figures: Figures) -> str:
             f"*{platform.machine()}, {os.cpu_count()} cores, gloo; load of the machine in the "
             f"minute before each part: {load}.*",
             "",
-            _section("Two ranks with a core each, real compute", _compared(real)),
-            _section("More ranks than cores, emulated compute", _compared(emulated)),
-            _section("One of four ranks half as fast, emulated compute", _slow(figures.slow)),
-            _section("What a step costs", _costs(figures.compared)),
-            _section("Goals", _goals(figures)),
+            section("Two ranks with a core each, real compute", _compared(real)),
+            section("More ranks than cores, emulated compute", _compared(emulated)),
+            section("One of four ranks half as fast, emulated compute", _slow(figures.slow)),
+            section("What a step costs", _costs(figures.compared)),
+            section("Goals", goal_rows(goals(figures))),
         ]
     )
 
 
-def _section(title: str, rows: Iterable[Row]) -> str:
+def goal_rows(goals: Iterable[Goal]) -> Iterator[Row]:
+    """The table of goals."""
+    yield "goal", "measured", "wanted", ""
+    for goal in goals:
+        yield goal.row()
+
+
+def section(title: str, rows: Iterable[Row]) -> str:
+    """A table in Markdown under its title; the first row is the head."""
     head, *body = rows
     lines = (head, ["---"] * len(head), *body)
     return "\n".join([f"### {title}", "", *("| " + " | ".join(row) + " |" for row in lines), ""])
@@ -105,7 +113,9 @@ def _section(title: str, rows: Iterable[Row]) -> str:
 def _in(figure: float, unit: str) -> str:
     if unit == "%":
         return f"{figure:.1%}"
-    return f"{figure:.2f}x" if unit == "x" else f"{figure:.0f} {unit}"
+    if unit == "x":
+        return f"{figure:.2f}x"
+    return f"{figure:.1f} ms" if unit == "ms" else f"{figure:.0f} {unit}"
 
 
 def _where(one: Compared) -> str:
@@ -168,9 +178,3 @@ def _cost(name: str, cost: CostModel) -> Row:
         f"{cost.exchange_mb_per_token:.4f}" if cost.exchange_mb_per_token else "-",
         ", ".join(f"{d}: {speed:.2f}" for d, speed in cost.bandwidth if d > 1) or "-",
     )
-
-
-def _goals(figures: Figures) -> Iterator[Row]:
-    yield "goal", "measured", "wanted", ""
-    for goal in goals(figures):
-        yield goal.row()
