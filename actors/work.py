@@ -89,11 +89,10 @@ def slices(
     """Each rank's part, in rank order; `row_ids[i]` is row i of the plan's batch."""
     parts: list[list[RankMicroStep]] = [[] for _ in range(world)]
     for micro_step in plan.micro_steps:
-        busy = {
-            rank: RankMicroStep(group.ranks, tuple(row_ids[row] for row in group.rows))
-            for group in micro_step.groups
-            for rank in group.ranks
-        }
+        busy: dict[int, RankMicroStep] = {}
+        for group in micro_step.groups:
+            shared = RankMicroStep(group.ranks, tuple(row_ids[row] for row in group.rows))
+            busy |= dict.fromkeys(group.ranks, shared)
         for rank, part in enumerate(parts):
             part.append(busy.get(rank, RankMicroStep((rank,), ())))
     return [

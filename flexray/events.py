@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from flexray.json_lines import JsonLinesWriter
@@ -162,7 +162,7 @@ class EventLog(JsonLinesWriter):
 
     def write(self, event: Event) -> None:
         """Append the event with its kind and the time (seconds since 1970, UTC)."""
-        self.append({"kind": event.kind, "time": time.time()} | asdict(event))
+        self.append({"kind": event.kind, "time": time.time()} | vars(event))
 
 
 class PlanLog(JsonLinesWriter):

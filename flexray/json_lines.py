@@ -71,6 +71,8 @@ def _whole_lines(data: bytes) -> int:
 
 
 def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, int | str):  # most of all values
+        return value
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, float):

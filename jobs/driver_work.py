@@ -42,7 +42,11 @@ from flexray.stopping import StopRequest
 
 WARM = 5  # steps that are left out
 SEQUENCES = 4  # of a batch, for each rank
-STUB_COST = CostModel(1e-6, 0.016, micro_step_ms=10.0).with_capacity(4096)
+# Groups of 64 at most, as on GPUs; all-to-alls cost enough that short rows get small ones.
+DEGREES = (1, 2, 4, 8, 16, 32, 64)
+STUB_COST = CostModel(
+    1e-6, 0.016, micro_step_ms=10.0, exchange_mb_per_token=1.0, bandwidth=((8, 100.0), (16, 10.0))
+).with_capacity(4096)
 
 
 @dataclass(frozen=True)
@@ -210,7 +214,7 @@ class _Fits:
         rng = np.random.default_rng(0)
         lengths = np.minimum(16_384, rng.lognormal(6, 1.2, SEQUENCES * ranks).astype(int) + 2)
         self._lengths = tuple(lengths.tolist())
-        self._plan = plan_step(self._lengths, STUB_COST, cluster, effort=AT_ONCE)
+        self._plan = plan_step(self._lengths, STUB_COST, cluster, DEGREES, effort=AT_ONCE)
         self._cluster, self.spent_s = cluster, 0.0
         self.calibrator = Calibrator(STUB_COST, range(ranks))
         rows = tuple(range(len(lengths)))
@@ -224,7 +228,7 @@ class _Fits:
             self.calibrator.fit()
             self.spent_s += time.thread_time() - began
             model = self.calibrator
-            request = PlanRequest(model.cost, self._cluster, (1, 2, 4, 8), (), model.version)
+            request = PlanRequest(model.cost, self._cluster, DEGREES, (), model.version)
             yield PlannedBatch(batch, self._plan, self._plan.planned_ms, 0.0, request)
 
 
