@@ -61,6 +61,7 @@ class Engine:
         device: torch.device | str = "cpu",
         address: str = "127.0.0.1",
         buddy: int = 1,
+        one_node: bool = False,
         restoring: bool = False,
         kept: Sequence[HostCopy] = (),
     ) -> None:
@@ -69,6 +70,7 @@ class Engine:
         store: shared by all ranks; every generation has its own prefix in it.
         address: of this node, for the rank whose snapshots this one keeps.
         buddy: rank (rank + buddy) % world keeps this rank's snapshots.
+        one_node: all ranks are on this one.
         restoring: trained parameters get no values, since they are to be written next.
         kept: host copies of an older generation, held until this one's first commit.
         """
@@ -112,6 +114,7 @@ class Engine:
                 address=address,
                 timeout_s=settings.timeout_s,
                 pinned=self.device.type == "cuda",
+                one_node=one_node,
                 kept=kept,
             )
         except BaseException:

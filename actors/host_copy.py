@@ -81,6 +81,13 @@ class Layout:
         return (stop - start) * entry.row_elements
 
 
+_TAG_BYTES = 64  # also what buffers are aligned to
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _TAG_BYTES) * _TAG_BYTES
+
+
 class Tag(NamedTuple):
     """Which state a whole copy is."""
 
@@ -90,22 +97,52 @@ class Tag(NamedTuple):
 
 
 class HostCopy:
-    """The training state of one owner: one flat buffer per dtype.
+    """The training state of one owner: one flat buffer per dtype, and a tag that says what it is.
 
-    `tag` is None while the copy is being written. It keeps nothing of the generation's own: no
-    DTensor, mesh or group.
+    It keeps nothing of the generation's own: no DTensor, mesh or group.
     """
 
-    def __init__(self, layout: Layout, owner: int, *, pinned: bool = False) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        owner: int,
+        *,
+        memory: torch.Tensor | None = None,
+        pinned: bool = False,
+    ) -> None:
+        """`memory`: bytes to keep it in, `size` of them; who shares them shares the copy."""
         self.layout, self.owner = layout, owner
-        self.tag: Tag | None = None
-        # Their pages come when they are first written, which is not while a generation is formed.
-        self.buffers = {
-            dtype: torch.empty(n, dtype=dtype, pin_memory=pinned)
-            for dtype, n in layout.elements(owner).items()
-        }
+        if memory is None:
+            # Pages come when they are first written, which is not while a generation is formed.
+            memory = torch.empty(self.size(layout, owner), dtype=torch.uint8, pin_memory=pinned)
+            memory[:_TAG_BYTES] = 0
+        self._tag = memory[:_TAG_BYTES].view(torch.int64)
+        self.buffers = {}
+        end = _TAG_BYTES
+        for dtype, n in layout.elements(owner).items():
+            self.buffers[dtype] = memory[end : end + n * dtype.itemsize].view(dtype)
+            end += _aligned(n * dtype.itemsize)
         self._entries = {entry.name: entry for entry in layout.entries}
         self._offsets = layout.offsets(owner)
+
+    @staticmethod
+    def size(layout: Layout, owner: int) -> int:
+        """Bytes of a copy's memory."""
+        elements = layout.elements(owner).items()
+        return _TAG_BYTES + sum(_aligned(n * dtype.itemsize) for dtype, n in elements)
+
+    @property
+    def tag(self) -> Tag | None:
+        """Which state it is; None while it is being written."""
+        is_whole, *tag = self._tag[:4].tolist()
+        return Tag(*tag) if is_whole else None
+
+    @tag.setter
+    def tag(self, tag: Tag | None) -> None:
+        self._tag[0] = 0
+        if tag is not None:
+            self._tag[1:4] = torch.tensor(tag)
+            self._tag[0] = 1
 
     @property
     def nbytes(self) -> int:

@@ -202,6 +202,7 @@ class Pool:
                 port=self._store.port,
                 buddy=buddy_shift([place.node for place in places]),
                 origin=origin,
+                one_node=len({place.node for place in places}) == 1,
             )
             for rank in range(len(self._ranks))
         ]
@@ -302,14 +303,14 @@ class Pool:
         Raises Broken as soon as a rank is lost or a collective fails, naming it; ImpossibleRequest
         for settings that only the actors could find wrong; PoolError for any other failure.
         """
-        pending = list(calls)
+        pending, results = list(calls), {}
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=LOOK_S)
             if not done:
                 self._check_pulse(what)
                 continue
             try:
-                ray.get(done[0], timeout=0)
+                results[done[0]] = ray.get(done[0], timeout=0)
             except GetTimeoutError:
                 pending.append(done[0])
             except RayTaskError as error:
@@ -329,7 +330,7 @@ class Pool:
                 self._end(self._ranks[rank])
                 line = f"rank {rank} died during {what}: {_first_line(error)}"
                 raise self._broken(line) from None
-        return ray.get(list(calls))
+        return [results[call] for call in calls]
 
     def answered(self, calls: Sequence[ray.ObjectRef]) -> list:
         """The results of those calls that have ended well, after `regroup`."""

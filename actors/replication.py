@@ -59,14 +59,14 @@ class Replication:
         """
         self._timeout_s = timeout_s
         self._changed = Condition()
-        self._sent = self._received = 0
-        self._failure = ""
+        self._moved = {"sent": 0, "received": 0}  # copies
+        self._failures: dict[str, str] = {}  # the same keys
         self._slots = cycle(slots)
         self._copies: SimpleQueue[HostCopy | None] = SimpleQueue()
         self._to, self._from = _connect(store, rank, world, buddy, address)
         self._threads = [
-            Thread(target=self._run, args=(move,), daemon=True)
-            for move in (self._send_next, self._receive_next)
+            Thread(target=self._run, args=(how, move), daemon=True)
+            for how, move in (("sent", self._send_next), ("received", self._receive_next))
         ]
         for thread in self._threads:
             thread.start()
@@ -81,13 +81,17 @@ class Replication:
         Raises CollectiveFailed when that cannot be.
         """
 
-        def done() -> bool:
-            return self._sent >= copies and self._received >= copies
+        def left() -> list[str]:
+            return [how for how, moved in self._moved.items() if moved < copies]
+
+        def is_over() -> bool:
+            # A peer that has all it needs may leave before this rank knows that it sent the last.
+            return not left() or any(how in self._failures for how in left())
 
         with self._changed:
-            self._changed.wait_for(lambda: done() or bool(self._failure), self._timeout_s)
-            if not done():
-                why = self._failure or f"not done after {self._timeout_s:g} s"
+            self._changed.wait_for(is_over, self._timeout_s)
+            for how in sorted(left(), key=lambda how: how not in self._failures):
+                why = self._failures.get(how, f"not {how} after {self._timeout_s:g} s")
                 raise CollectiveFailed(f"replication of snapshots: {why}")
 
     def close(self) -> None:
@@ -101,14 +105,15 @@ class Replication:
         self._to.close()
         self._from.close()
 
-    def _run(self, move: Callable[[], bool]) -> None:
+    def _run(self, how: str, move: Callable[[], bool]) -> None:
         try:
             while move():
                 with self._changed:
+                    self._moved[how] += 1
                     self._changed.notify_all()
         except Exception as error:
             with self._changed:
-                self._failure = self._failure or f"{type(error).__name__}: {error}"
+                self._failures[how] = f"{type(error).__name__}: {error}"
                 self._changed.notify_all()
 
     def _send_next(self) -> bool:
@@ -119,7 +124,6 @@ class Replication:
         self._to.sendall(HEADER.pack(*copy.tag))
         for piece in _pieces(copy):
             self._to.sendall(piece)
-        self._sent += 1
         return True
 
     def _receive_next(self) -> bool:
@@ -130,7 +134,6 @@ class Replication:
         for piece in _pieces(slot):
             _receive(self._from, piece)
         slot.tag = Tag(*HEADER.unpack(header))
-        self._received += 1
         return True
 
 

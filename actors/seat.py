@@ -65,6 +65,7 @@ class Seat:
     port: int
     buddy: int  # rank r's copies are kept by rank (r + buddy) % world
     origin: Initial | Saved | Copies
+    one_node: bool = False  # all members are on it
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 After a step every rank copies its state to host memory and sends it to a buddy, on threads. Two
 slots for the own copies and two for the ward's take turns; a slot has no tag while it is written.
+On a single node nothing is sent: the buddy has the same memory (sharing.py).
 
 Rule 1: before a rank enters a step's last collective of the whole world (a commit collective), all
 snapshots that it has taken are sent and those of its ward have come (`ready`).
@@ -23,6 +24,7 @@ from torch.distributed import Store
 
 from flexray.actors.host_copy import HostCopy, Kind, Layout, Tag
 from flexray.actors.replication import Replication
+from flexray.actors.sharing import share
 
 
 class Snapshots:
@@ -40,10 +42,12 @@ class Snapshots:
         address: str,
         timeout_s: float,
         pinned: bool,
+        one_node: bool = False,
         kept: Sequence[HostCopy] = (),
     ) -> None:
         """A collective call; for the other arguments see Replication.
 
+        `one_node`: all ranks are on it.
         `kept`: whole copies of an older generation, dropped with this one's first commit.
         """
         self.generation = generation
@@ -54,7 +58,12 @@ class Snapshots:
         self._is_alone = world == 1  # nobody could have a use for copies
         self._taken = 0
         self._replication: Replication | None = None
-        if 1 < world == layout.owners:
+        shared = None
+        if one_node and 1 < world == layout.owners:
+            shared = share(store, rank, world, buddy, layout, pinned=pinned)
+        if shared is not None:
+            self._own, self._ward = shared
+        elif 1 < world == layout.owners:
             ward = (rank - buddy) % world
             self._ward = [HostCopy(layout, ward, pinned=pinned) for _ in range(2)]
             self._replication = Replication(
@@ -68,8 +77,9 @@ class Snapshots:
 
     @property
     def nbytes(self) -> int:
-        """Host memory of all copies."""
-        return sum(copy.nbytes for copy in self._all())
+        """Host memory of all copies; of shared ones only of the own."""
+        ward = self._ward if self._replication is not None else []
+        return sum(copy.nbytes for copy in [*self._own, *ward, *self._kept])
 
     def take(
         self, step: int, updates: int, tensors: Mapping[tuple[str, Kind], torch.Tensor | None]

@@ -230,6 +230,7 @@ class Worker:
                 device=self.device,
                 address=ray.util.get_node_ip_address(),
                 buddy=seat.buddy,
+                one_node=seat.one_node,
                 restoring=isinstance(origin, Copies),
                 kept=self.copies,
             )

@@ -167,7 +167,8 @@ class Run:
         freed_s: the longest time from a death to the last answer of a survivor.
     """
 
-    def __init__(self, world, deaths, sizes):
+    def __init__(self, world, deaths, sizes, one_node):
+        self.one_node = one_node
         self.target, self.deaths, self.sizes = world, dict(deaths), dict(sizes)
         self.losses, self.went_back, self.freed_s = defaultdict(list), [], 0.0
         self._owners = {}
@@ -198,6 +199,7 @@ class Run:
                     *(generation, number, world, len(actors), "127.0.0.1", self._store.port),
                     buddy=1,
                     origin=origin,
+                    one_node=self.one_node,
                 ),
             )
             for number, actor in enumerate(actors)
@@ -277,8 +279,8 @@ class Run:
             self._dismiss(actor) if whole else self._bury(actor)
 
 
-def run(world, deaths=(), sizes=()):
-    one = Run(world, deaths, sizes)
+def run(world, deaths=(), sizes=(), *, one_node=False):
+    one = Run(world, deaths, sizes, one_node)
     whole = False
     try:
         one.finish()
@@ -311,6 +313,13 @@ def check(one, undisturbed, generations):
 @pytest.mark.parametrize("point", IN_A_STEP)
 def test_in_a_step(undisturbed, point):
     check(run(4, {("step", 3): {1: point}}), undisturbed, 2)
+
+
+@pytest.mark.parametrize("point", ["after the commit", "snapshot", "first snapshot"])
+def test_where_ranks_share_their_copies(undisturbed, point):
+    moment, who = (("join", 1), 3) if point in IN_A_JOIN else (("first step", 1), 2)
+    deaths = {("step", 3): {1: "after the optimizer"}, moment: {who: point}}
+    check(run(4, deaths, sizes={4: 2}, one_node=True), undisturbed, 4)
 
 
 @pytest.mark.parametrize("point", IN_A_STEP[3:])

@@ -55,11 +55,12 @@ def parts(layout, copy):
 class Toy:
     """Training without a model: the state's next value depends on all ranks' present ones."""
 
-    def __init__(self, rank, world, store, *, owners, every=1, timeout_s=20.0):
+    def __init__(self, rank, world, store, *, owners, every=1, timeout_s=20.0, one_node=False):
         self.rank, self.world, self.every, self.step, self.committed = rank, world, every, 0, -1
         self.layout = Layout(ENTRIES, owners)
         self.group = raw_group(store, "world", rank, world, CPU, timeout_s)
         keys = {"generation": 5, "rank": rank, "world": world, "buddy": 1, "pinned": False}
+        keys["one_node"] = one_node
         self.snapshots = Snapshots(
             self.layout, store=store, address="127.0.0.1", timeout_s=timeout_s, **keys
         )
@@ -105,9 +106,10 @@ class Torn(dict):
             yield item
 
 
-def killed(rank, world, store, point, victim, slow):
+def killed(rank, world, store, point, victim, slow, one_node):
     """What a survivor holds at the end, whether it is what the owners had, and how far it was."""
-    toy = Toy(rank, world, store, owners=world)
+    toy = Toy(rank, world, store, owners=world, one_node=one_node)
+    assert (toy.snapshots._replication is None) == one_node
     plain, replication.PIECE = replication._pieces, 4096
 
     def pieces(copy):
@@ -158,10 +160,13 @@ def killed(rank, world, store, point, victim, slow):
     return [copy.holding for copy in whole], digests, toy.committed, toy.step, failure
 
 
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize(("victim", "slow"), [(1, None), (2, 0)])
-def test_survivors_of_a_kill_hold_every_owners_last_committed_state(point, victim, slow):
-    results = run_world(WORLD, killed, point, victim, slow, dying=[victim], timeout_s=30)
+@pytest.mark.parametrize(
+    ("point", "victim", "slow", "one_node"),
+    [(point, *who, False) for point in POINTS for who in ((1, None), (2, 0))]
+    + [(point, 1, None, True) for point in POINTS if point not in ("post_copy", "mid_send")],
+)
+def test_survivors_of_a_kill_hold_every_owners_last_committed_state(point, victim, slow, one_node):
+    results = run_world(WORLD, killed, point, victim, slow, one_node, dying=[victim], timeout_s=30)
     found = {rank: result for rank, result in enumerate(results) if result}
     holdings = {rank: result[0] for rank, result in found.items()}
     origin = newest_copies(holdings, {5: WORLD}, range(WORLD))
@@ -295,5 +300,6 @@ def strangers(rank, world, store):
     toy = Toy(rank, world, store, owners=world)
     toy.run_step()
     toy.snapshots.ready()
+    plain(store, "all are ready", rank, world, 20)  # as a commit collective tells it
     toy.snapshots.close()
     return sorted((h.owner, h.step) for h in (c.holding for c in toy.snapshots.whole()))
