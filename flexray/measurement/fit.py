@@ -18,6 +18,8 @@ from flexray.solver.prediction import predicted_ms
 WORST = 0.30
 # or where a term is known so badly that it alone moves a prediction by this share.
 UNSURE = 0.25
+# MB per ms: ten times what NVLink has. A fit goes beyond when more tokens took no longer.
+NO_LIMIT = 1e4
 
 
 class BadFit(RuntimeError):
@@ -104,6 +106,12 @@ class Fit:
                 raise BadFit(
                     f"{kind}: half of {len(points)} predictions are off by {middle:.0%} or more "
                     f"(at most {WORST:.0%} is a fit): is something else running on these machines?"
+                )
+        for degree, speed in self.cost.bandwidth:
+            if speed > NO_LIMIT:
+                raise BadFit(
+                    f"bandwidth {degree}: its all-to-alls took no longer with more tokens: is "
+                    "something else running on these machines?"
                 )
         for name, error in self.errors.items():
             shares = [p.parts.get(name, 0.0) / p.measured_ms for p in self.points]

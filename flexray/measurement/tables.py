@@ -81,9 +81,9 @@ def _coefficients(measured: Measurements, fit: Fit) -> Iterator[tuple[str, float
     yield "quadratic", cost.quadratic, "ms per token^2 (attention)"
     yield "linear", cost.linear, "ms per token"
     yield "per_sequence", cost.per_sequence, "ms per sequence"
-    yield "micro_step_ms", cost.micro_step_ms, "ms per micro-step (parameter sharding)"
-    yield "step_ms", fit.step_ms, "ms per step (optimizer); not in the preset"
+    yield "micro_step_ms", cost.micro_step_ms, "ms per micro-step"
+    yield "step_ms", fit.step_ms, "ms per step; not in the preset"
     if len(measured.degrees) > 1:
-        yield "exchange_ms", cost.exchange_ms, "ms per group (all-to-alls)"
+        yield "exchange_ms", cost.exchange_ms, "ms per group"
     for degree in measured.degrees[1:]:
-        yield f"bandwidth {degree}", cost.bandwidth_at(degree), "MB per ms (all-to-all of a rank)"
+        yield f"bandwidth {degree}", cost.bandwidth_at(degree), "MB per ms"

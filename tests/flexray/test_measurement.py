@@ -176,6 +176,26 @@ def test_a_term_that_the_steps_do_not_tell_is_refused():
     assert refused.match("^(quadratic|linear|per_sequence):")
 
 
+def test_all_to_alls_that_take_no_longer_with_more_tokens_are_refused():
+    cluster = Cluster((4,))
+    steps = observed(one_round(cluster, (1, 4), 4096, 3072), CPU, noise=0.0)
+    flat = [
+        replace(
+            step,
+            spans=replace(
+                step.spans,
+                spans=tuple(
+                    replace(s, comm_ms=10 - 1e-4 * s.tokens if s.degree > 1 else 0.0)
+                    for s in step.spans.spans
+                ),
+            ),
+        )
+        for step in steps
+    ]
+    with pytest.raises(BadFit, match=r"^bandwidth 4: its all-to-alls took no longer"):
+        fit(wrong(CPU), cluster, flat).check()
+
+
 @pytest.mark.parametrize("nodes", [(4,), (2, 2), (3, 2), (8, 8, 4)])
 @pytest.mark.parametrize("degree", [1, 2, 4, 8])
 def test_every_rank_works_in_every_micro_step(nodes, degree):
