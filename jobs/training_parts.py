@@ -161,8 +161,7 @@ def slowness(steps: Sequence[Step], size: Size) -> SlowRank:
     """From the steps of `slow_turns`."""
     first = size.warm + size.measured
     slow, last = steps[first:], steps[first + LEARNING :]
-    aware = [step for step in slow if step.turn.way == FLEXRAY]
-    found = (n for n, step in enumerate(aware) if step.speeds[SLOW_RANK] <= FOUND)
+    found = (n for n, step in enumerate(slow) if step.speeds[SLOW_RANK] <= FOUND)
     return SlowRank(
         healthy_s=mean(step.wall_s for step in steps[size.warm : first]),
         aware_s=mean(step.wall_s for step in last if step.turn.way == FLEXRAY),

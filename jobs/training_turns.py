@@ -154,7 +154,7 @@ class EachItsWay(Prefetch):
         return plan_its_way.remote(batch.lengths, request, self._longest, self._ways, way)
 
 
-@ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
+@ray.remote(num_cpus=0)
 def plan_its_way(
     lengths: tuple[int, ...], request: PlanRequest, longest: int, ways: Sequence[str], way: str
 ) -> tuple[Plan, float]:

@@ -61,7 +61,9 @@ def test_made_up_reports_go_through_the_real_loop(tmp_path):
     found = with_reports(tmp_path, 8, 2)
     assert min(found.fit, found.carried, found.rest) > 0
     lines = (tmp_path / "reports-8" / "events.jsonl").read_text().splitlines()
-    assert sum('"kind": "step"' in line for line in lines) == 32 + 2 - 1  # the last is not committed
+    assert (
+        sum('"kind": "step"' in line for line in lines) == 32 + 2 - 1
+    )  # the last is not committed
     assert any('"kind": "model"' in line for line in lines)  # they teach the cost model
 
 
