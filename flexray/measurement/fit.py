@@ -108,7 +108,7 @@ class Fit:
                     f"(at most {WORST:.0%} is a fit): is something else running on these machines?"
                 )
         for degree, speed in self.cost.bandwidth:
-            if speed > NO_LIMIT:
+            if f"bandwidth {degree}" in self.errors and speed > NO_LIMIT:
                 raise BadFit(
                     f"bandwidth {degree}: its all-to-alls took no longer with more tokens: is "
                     "something else running on these machines?"
