@@ -42,9 +42,24 @@ class Observed:
                 compute_ms=median(s.compute_ms for s in same),
                 comm_ms=median(s.comm_ms for s in same),
             )
-            for same in zip(*(run.spans for run in runs), strict=True)
+            for same in zip(*(_without_waits(run.spans) for run in runs), strict=True)
         ]
         return cls(plan, StepSpans(tuple(spans), median(run.measured_ms for run in runs)))
+
+
+def _without_waits(spans: Sequence[Span]) -> list[Span]:
+    """As the Calibrator: who comes first to an all-to-all waits for the others, the last does not.
+
+    It is another rank in every run, so that this comes before any median.
+    """
+    least: dict[tuple[float, ...], float] = {}
+    for s in spans:
+        least[_group(s)] = min(least.get(_group(s), math.inf), s.comm_ms)
+    return [replace(s, comm_ms=least[_group(s)]) for s in spans]
+
+
+def _group(span: Span) -> tuple[float, ...]:
+    return span.micro_step, span.degree, span.tokens, span.squares
 
 
 @dataclass(frozen=True)
@@ -139,7 +154,7 @@ def fit(cost: CostModel, cluster: Cluster, observed: Sequence[Observed]) -> Fit:
 
 
 def _points(step: Observed, cost: CostModel, cluster: Cluster, step_ms: float) -> Iterator[Point]:
-    least: dict[tuple[int, int, int, float], Span] = {}
+    exchanges: dict[tuple[float, ...], Span] = {}  # one of each group: its spans are alike
     for s in step.spans.spans:
         if s.tokens == 0:
             continue
@@ -151,11 +166,9 @@ def _points(step: Observed, cost: CostModel, cluster: Cluster, step_ms: float) -
         speed = cluster.speed[s.rank]
         parts = {name: ms / speed for name, ms in parts.items()}
         yield Point("compute", s.degree, s.compute_ms, parts)
-        # As the Calibrator: who comes first to an all-to-all waits for the others.
-        group = (s.micro_step, s.degree, s.tokens, s.squares)
-        if s.degree > 1 and (group not in least or s.comm_ms < least[group].comm_ms):
-            least[group] = s
-    for s in least.values():
+        if s.degree > 1:
+            exchanges[_group(s)] = s
+    for s in exchanges.values():
         moved = cost.exchange_mb_per_token * s.tokens / s.degree
         parts = {
             f"bandwidth {s.degree}": moved / cost.bandwidth_at(s.degree),
