@@ -142,7 +142,7 @@ def _compared(each: Iterable[Compared]) -> Iterator[Row]:
 
 
 def _slow(slow: SlowRank) -> Iterator[Row]:
-    yield f"{slow.batches} batches", "s a step", "over the best possible"
+    yield f"batches: {slow.batches}", "s a step", "over the best possible"
     yield "all ranks healthy", f"{slow.healthy_s:.3f}", "-"
     best = f"the best possible: {SLOW_RANKS} / {SPEED} of that"
     yield best, f"{slow.best_s:.3f}", "0.0%"
@@ -176,5 +176,11 @@ def _cost(name: str, cost: CostModel) -> Row:
         f"{cost.per_sequence:.2f}",
         f"{cost.micro_step_ms:.1f}",
         f"{cost.exchange_mb_per_token:.4f}" if cost.exchange_mb_per_token else "-",
-        ", ".join(f"{d}: {speed:.2f}" for d, speed in cost.bandwidth if d > 1) or "-",
+        # Where what is exchanged makes no difference the fit finds no limit.
+        ", ".join(
+            f"{d}: {speed:.2f}" if speed < 1e6 else f"{d}: no limit"
+            for d, speed in cost.bandwidth
+            if d > 1
+        )
+        or "-",
     )
