@@ -6,6 +6,7 @@ from pathlib import Path
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from flexray.gantt import degree_colour
 from flexray.measurement.fit import Fit
@@ -35,9 +36,13 @@ def draw_fit(fit: Fit, caption: str, path: Path) -> None:
             )
         axes.set_xscale("log")
         axes.set_yscale("log")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axis.set_major_formatter(lambda ms, _: f"{ms:g}")
+            axis.set_minor_locator(NullLocator())
         axes.set_title(kind, fontsize=10, color=_INK)
         axes.set_xlabel("predicted, ms", fontsize=9.5, color=_INK)
-        axes.tick_params(which="both", colors=_INK, labelsize=8)
+        axes.tick_params(colors=_INK, labelsize=8)
         axes.legend(frameon=False, fontsize=8, labelcolor=_INK)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
