@@ -112,7 +112,8 @@ def test_the_view_of_a_step():
 
     group = Group(2, (0, 1), (0,), (60,), 9.0)
     plan = Plan((MicroStep((group,), 10.0),), 10.0, 9.0, 0.1, "search")
-    planned = PlannedBatch(Batch(3, (7,), (60,), 59), plan, best_single_ms=12.0, waited_s=0.0)
+    batch = Batch(3, (7,), (60,), 59)
+    planned = PlannedBatch(batch, plan, best_single_ms=12.0, waited_s=0.0, request=None)
     event = StepEvent(
         step=3,
         loss=2.5,
@@ -128,6 +129,8 @@ def test_the_view_of_a_step():
         generation=1,
         learning_rate=1e-3,
         skipped=False,
+        model_version=2,
+        idle=[0.1, 0.0],
     )
     assert StepView.of(event, planned, steps=9) == StepView(
         step=3,

@@ -13,14 +13,11 @@ import pytest
 from flexray.errors import UserError
 from flexray.events import (
     Cause,
-    CheckpointEvent,
-    DataEvent,
+    Event,
     EventLog,
     GenerationEvent,
     PlanLog,
-    ResumeEvent,
     StepEvent,
-    ValidationEvent,
 )
 from flexray.json_lines import JsonLinesWriter, read_json_lines
 from flexray.solver.plan import Group, MicroStep, Plan
@@ -40,6 +37,8 @@ STEP = StepEvent(
     generation=1,
     learning_rate=1e-3,
     skipped=False,
+    model_version=2,
+    idle=[0.1, 0.0],
 )
 GENERATION = GenerationEvent(
     generation=1,
@@ -147,7 +146,7 @@ def documented(section):
     return re.findall(r"^\| `(\w+)` \|", body, re.MULTILINE), body
 
 
-KINDS = [StepEvent, ValidationEvent, CheckpointEvent, GenerationEvent, ResumeEvent, DataEvent]
+KINDS = get_args(Event)
 
 
 @pytest.mark.parametrize("event", KINDS)

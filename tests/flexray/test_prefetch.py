@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import ray
 
 from flexray.batches import Batch
 from flexray.planning_tasks import PlanRequest
 from flexray.prefetch import PlannedBatch, Prefetch
+from flexray.records import model_events
 from flexray.solver.cluster import Cluster
 from flexray.solver.cost import CostModel
+from flexray.solver.prediction import predicted_ms
 
 LENGTHS = (4000, 2500, 2400, 1500, 900, 700, 500, 400, 300, 300, 200, 100)
 # A step of minutes: the bound may take as long.
@@ -57,7 +61,49 @@ def test_a_bound_that_is_late_or_lost_leaves_the_cheap_one():
 
         time.sleep(3600)
 
-    late = PlannedBatch(planned.batch, planned.plan, 1.0, 0.0, never.remote(False))
+    late = replace(planned, bound=never.remote(False))
     assert late.bounded().plan == planned.plan
-    lost = waited_for(PlannedBatch(planned.batch, planned.plan, 1.0, 0.0, never.remote(True)))
+    lost = waited_for(replace(planned, bound=never.remote(True)))
     assert lost.bounded().plan == planned.plan
+
+
+@pytest.mark.parametrize(("factor", "is_again"), [(1.0, False), (1.08, False), (1.2, True)])
+def test_a_plan_that_the_cost_model_has_overtaken_is_made_again(factor, is_again):
+    requests = [request()]
+    prefetch = Prefetch(batches(4), ahead=1, request=lambda: requests[-1])
+    first = next(prefetch)
+    cost = replace(
+        COST, **{n: factor * getattr(COST, n) for n in ("quadratic", "linear", "micro_step_ms")}
+    )
+    requests.append(replace(requests[0], cost=cost, version=1))
+    second = next(prefetch)  # was planned with the first model
+    assert first.plan.planned_ms * (factor if is_again else 1) == pytest.approx(
+        second.plan.planned_ms
+    )
+    assert second.request.version == is_again
+    if is_again:
+        replaced, now_ms = second.replaced
+        assert replaced == first.plan and now_ms == pytest.approx(factor * replaced.planned_ms)
+    else:
+        assert second.replaced is None
+    events = list(model_events(second, 0))
+    assert [event.kind for event in events] == ["replan", "model"] * is_again
+    if is_again:
+        assert (events[0].step, events[0].version) == (2, 1)
+        assert events[0].moved_s == pytest.approx(factor * events[0].planned_s)
+        assert events[1].coefficients["linear"] == cost.linear and events[1].speeds == {}
+    *_, last = prefetch
+    assert last.replaced is None and last.request.version == 1  # asked for later
+
+
+def test_a_rank_that_turned_slow_has_its_plans_made_again():
+    requests = [request()]
+    prefetch = Prefetch(batches(2), ahead=1, request=lambda: requests[-1])
+    first = next(prefetch)
+    slow = replace(requests[0].cluster, speeds=(1.0,) * 7 + (0.5,))
+    requests.append(replace(requests[0], cluster=slow, version=1))
+    second = next(prefetch)
+    assert second.replaced == (first.plan, pytest.approx(predicted_ms(first.plan, COST, slow)))
+    assert second.plan.planned_ms < second.replaced[1]  # it gets less
+    (_, model) = model_events(second, 0)
+    assert model.speeds == {"7": 0.5}

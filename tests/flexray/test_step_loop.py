@@ -116,7 +116,7 @@ class Scripted(StepLoop):
         for number, batch in enumerate(batches):
             self.is_stopped = self.is_stopped or number == stop_at
             next(self.ledger)
-            yield PlannedBatch(batch, None, 0.0, 0.0)
+            yield PlannedBatch(batch, None, 0.0, 0.0, None)
 
     def work(self):
         return self.run(lambda: self.is_stopped)
@@ -124,11 +124,6 @@ class Scripted(StepLoop):
 
 def batch(step, *, held_out=False, ends_step=True):
     return Batch(step, (0, 1), (5, 5), 0, held_out=held_out, ends_step=ends_step)
-
-
-@pytest.fixture(autouse=True)
-def no_spans(monkeypatch):
-    monkeypatch.setattr("flexray.step_loop.spans", lambda reports: ())
 
 
 @pytest.mark.parametrize("stop_at", [1, 2])

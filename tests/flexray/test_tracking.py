@@ -43,6 +43,8 @@ def step(number, loss=1.0, step_s=2.0):
         generation=1,
         learning_rate=1e-3,
         skipped=False,
+        model_version=2,
+        idle=[0.1, 0.0],
     )
 
 
