@@ -137,6 +137,16 @@ class _Step:
         return np.asarray(moved * slowness + fixed)
 
 
+@dataclass
+class _Observed:
+    """A step in the window, and how fast the ranks were then, (ranks,)."""
+
+    step: _Step
+    measured_ms: float
+    is_usual: bool
+    speeds: Floats
+
+
 class Calibrator:
     """A cost model, and how fast each rank is, that follow the last steps.
 
@@ -166,7 +176,7 @@ class Calibrator:
         self._ranks = tuple(ranks)
         self.version = 0
         self.errors: dict[str, float] = {}
-        self._steps: deque[tuple[_Step, StepSpans]] = deque(maxlen=window)
+        self._steps: deque[_Observed] = deque(maxlen=window)
         self._is_new = False  # there are steps that no fit has seen
 
     def on(self, cost: CostModel, ranks: Sequence[Hashable]) -> Calibrator:
@@ -179,7 +189,8 @@ class Calibrator:
 
     def observe(self, step: StepSpans) -> None:
         """Adds the newest step; the oldest leaves the window."""
-        self._steps.append((_Step.of(step.spans), step))
+        speeds = np.array(self.speeds)
+        self._steps.append(_Observed(_Step.of(step.spans), step.measured_ms, step.is_usual, speeds))
         self._is_new = True
 
     def fit(self) -> None:
@@ -189,31 +200,39 @@ class Calibrator:
         self._is_new = False
         before = (self.cost, self.speeds)
         spans, weight = self._together()
-        cost, speeds = self.cost, np.array(self.speeds)
+        cost = self.cost
         if len(spans.rank):
-            cost = self._fit_compute(cost, spans, weight, speeds)
-            if len(self._steps) >= SOONEST:
-                speeds = _speeds(cost, spans, weight, speeds)
-                cost = self._fit_compute(cost, spans, weight, speeds)
+            cost = self._fit_compute(cost, spans, weight)
+            if len(self._steps) >= SOONEST and self._notice(cost, spans, weight):
+                cost = self._fit_compute(cost, spans, weight)
             cost = self._fit_exchange(cost, spans, weight)
-        cost, self.step_ms = self._fit_fixed(cost, speeds)
-        self.cost, self.speeds = cost, tuple(speeds.tolist())
+        self.cost, self.step_ms = self._fit_fixed(cost)
         self.version += (self.cost, self.speeds) != before
+
+    def _notice(self, cost: CostModel, spans: _Step, weight: Floats) -> bool:
+        """Whether a rank has another speed than it was known to have."""
+        known = np.array(self.speeds)
+        speeds = _speeds(cost, spans, weight**2, known)  # of fewer steps than the model
+        if (speeds == known).all():
+            return False
+        self.speeds = tuple(speeds.tolist())
+        for observed in list(self._steps)[-SOONEST:]:  # it has had it for some steps
+            observed.speeds = speeds
+        return True
 
     def _together(self) -> tuple[_Step, Floats]:
         """All spans of the window, and how much each counts."""
-        steps = [step for step, _ in self._steps]
+        steps = [observed.step for observed in self._steps]
         spans = _Step(*(np.concatenate(parts) for parts in zip(*map(_fields, steps), strict=True)))
         ages = np.repeat(np.arange(len(steps))[::-1], [len(step.rank) for step in steps])
         return spans, 0.5 ** (ages / self._half_life)
 
-    def _fit_compute(
-        self, cost: CostModel, spans: _Step, weight: Floats, speeds: Floats
-    ) -> CostModel:
+    def _fit_compute(self, cost: CostModel, spans: _Step, weight: Floats) -> CostModel:
         seen = spans.compute_ms > 0
         if not seen.any():
             return cost
-        measured = (spans.compute_ms * speeds[spans.rank])[seen]
+        speed = np.concatenate([o.speeds[o.step.rank] for o in self._steps])
+        measured = (spans.compute_ms * speed)[seen]
         fitted, errors = _fit(spans.design[seen], measured, _compute_of(cost), weight[seen])
         self.errors |= dict(zip(("quadratic", "linear", "per_sequence"), errors, strict=True))
         quadratic, linear, per_sequence = fitted
@@ -243,13 +262,13 @@ class Calibrator:
         )
         return replace(cost, bandwidth=bandwidth, exchange_ms=exchange_ms)
 
-    def _fit_fixed(self, cost: CostModel, speeds: Floats) -> tuple[CostModel, float]:
+    def _fit_fixed(self, cost: CostModel) -> tuple[CostModel, float]:
         """What steps take beside the planned work: so it holds what stragglers cost, too."""
         newest_first = enumerate(reversed(self._steps))
         told = [
-            (step.micro_step.max() + 1, step.work_ms(cost, speeds), whole.measured_ms, age)
-            for age, (step, whole) in newest_first
-            if whole.is_usual and len(step.rank)
+            (o.step.micro_step.max() + 1, o.step.work_ms(cost, o.speeds), o.measured_ms, age)
+            for age, o in newest_first
+            if o.is_usual and len(o.step.rank)
         ]
         if not told:
             return cost, self.step_ms
@@ -308,6 +327,7 @@ def _fit(
     huber = np.ones(len(measured))
     multiple = target
     for _ in range(ROUNDS):
+        before = multiple
         share_of = weight * huber
         share_of = share_of / share_of.sum()
         # The normal equations: as small for the spans of a thousand ranks as for those of four.
@@ -320,6 +340,8 @@ def _fit(
         residual = np.abs(a @ multiple - b)
         deviation = 1.4826 * _median(residual, weight) + 1e-9
         huber = np.minimum(1.0, HUBER * deviation / np.maximum(residual, 1e-12))
+        if np.allclose(multiple, before, rtol=1e-4, atol=1e-6):
+            break
     spread = deviation * np.sqrt(np.diag(np.linalg.inv(normal)) * (share_of**2).sum())
     errors = spread / np.maximum(multiple, 1e-12)
     return [float(c) for c in multiple * scaled], [float(e) for e in errors]

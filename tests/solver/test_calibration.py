@@ -58,11 +58,16 @@ def steps(
             for m in range(count)
             for rank in range(RANKS)
         ]
-        work = sum(
-            max(s.compute_ms + s.comm_ms for s in spans if s.micro_step == m) for m in range(count)
-        )
-        made.append(StepSpans(tuple(spans), work + cost.micro_step_ms * count))
+        made.append(timed(StepSpans(tuple(spans), 0.0), cost))
     return made
+
+
+def timed(step: StepSpans, cost: CostModel = TRUE) -> StepSpans:
+    """A step that takes what its spans say."""
+    slowest: dict[int, float] = {}
+    for s in step.spans:
+        slowest[s.micro_step] = max(slowest.get(s.micro_step, 0.0), s.compute_ms + s.comm_ms)
+    return replace(step, measured_ms=sum(slowest.values()) + cost.micro_step_ms * len(slowest))
 
 
 def fitted(observed: Iterable[StepSpans], prior: CostModel = PRIOR) -> Calibrator:
@@ -208,3 +213,15 @@ def test_ranks_that_stay_keep_their_speed_in_another_membership() -> None:
     other = calibrator.on(calibrator.cost, ["e", "b", "a"])
     assert other.speeds == (1.0, pytest.approx(0.5, rel=1e-3), 1.0)
     assert other.version > calibrator.version
+
+
+def test_a_rank_that_turns_slow_is_noticed_soon_and_changes_nothing_else() -> None:
+    calibrator = fitted(steps(32), TRUE)
+    for number, step in enumerate(steps(10, seed=4), 1):
+        calibrator.observe(timed(changed(step, {2: {"compute_ms": 2.0}})))
+        calibrator.fit()
+        if number >= 8:
+            assert calibrator.speeds == (1.0, 1.0, pytest.approx(0.5, rel=0.02), 1.0), number
+        assert calibrator.cost.linear == pytest.approx(TRUE.linear, rel=0.03), number
+        # What whole steps take is told by the speeds that ranks had then.
+        assert calibrator.cost.micro_step_ms == pytest.approx(35.0, rel=0.25), number
