@@ -141,7 +141,8 @@ def _longer(ends: float, *step: Any) -> Iterator[Plan]:
 
 
 BOUND_SOURCE = ("bound.py", "joint.py")
-PLAN_SOURCE = tuple(sorted(path.name for path in SOLVER.glob("*.py") if path.name != "bound.py"))
+NO_PLANNING = ("bound.py", "calibration.py", "prediction.py")
+PLAN_SOURCE = tuple(sorted({path.name for path in SOLVER.glob("*.py")} - {*NO_PLANNING}))
 
 
 @cache

@@ -177,7 +177,7 @@ class Calibrator:
         self.version = 0
         self.errors: dict[str, float] = {}
         self._steps: deque[_Observed] = deque(maxlen=window)
-        self._is_new = False  # there are steps that no fit has seen
+        self._unseen = 0  # steps since the last fit
 
     def on(self, cost: CostModel, ranks: Sequence[Hashable]) -> Calibrator:
         """One for another membership, with the speeds of those that stay."""
@@ -191,13 +191,12 @@ class Calibrator:
         """Adds the newest step; the oldest leaves the window."""
         speeds = np.array(self.speeds)
         self._steps.append(_Observed(_Step.of(step.spans), step.measured_ms, step.is_usual, speeds))
-        self._is_new = True
+        self._unseen += 1
 
     def fit(self) -> None:
         """Fits the window; nothing changes while there is nothing new to fit."""
-        if not self._is_new:
+        if not self._unseen:
             return
-        self._is_new = False
         before = (self.cost, self.speeds)
         spans, weight = self._together()
         cost = self.cost
@@ -207,6 +206,7 @@ class Calibrator:
                 cost = self._fit_compute(cost, spans, weight)
             cost = self._fit_exchange(cost, spans, weight)
         self.cost, self.step_ms = self._fit_fixed(cost)
+        self._unseen = 0
         self.version += (self.cost, self.speeds) != before
 
     def _notice(self, cost: CostModel, spans: _Step, weight: Floats) -> bool:
@@ -216,8 +216,8 @@ class Calibrator:
         if (speeds == known).all():
             return False
         self.speeds = tuple(speeds.tolist())
-        for observed in list(self._steps)[-SOONEST:]:  # it has had it for some steps
-            observed.speeds = speeds
+        for observed in list(self._steps)[-max(SOONEST, self._unseen) :]:
+            observed.speeds = speeds  # it has had it for some steps
         return True
 
     def _together(self) -> tuple[_Step, Floats]:
