@@ -68,15 +68,16 @@ class _UnderWay:
     call: Any
     bound: Any
 
-    def result(self) -> tuple[Plan, float]:
-        """The plan, and ms at the best single degree."""
+    def result(self) -> tuple[Plan, float, float]:
+        """The plan, ms at the best single degree, and s that it was waited for."""
+        began = time.perf_counter()
         try:
             plan, best_single_ms = ray.get(self.call)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.RayError as error:  # Ray has tried three times
             raise PoolError(f"the plan of step {self.batch.step} was lost: {error}") from None
-        return plan, best_single_ms
+        return plan, best_single_ms, time.perf_counter() - began
 
 
 class Prefetch:
@@ -109,17 +110,16 @@ class Prefetch:
         """The next batch and its plan. Raises PlanningError when it cannot be planned."""
         if not self._under_way:
             raise StopIteration
-        began = time.perf_counter()
         made = self._under_way.popleft()
-        plan, best_single_ms = made.result()
+        plan, best_single_ms, waited = made.result()
         replaced, now = None, self._request()
         if now.version != made.request.version:
             planned_ms = predicted_ms(plan, now.cost, now.cluster)
             if abs(planned_ms - plan.planned_ms) > MOVED * plan.planned_ms:
                 replaced = plan, planned_ms
                 made = self._ask(made.batch, now)
-                plan, best_single_ms = made.result()
-        waited = time.perf_counter() - began
+                plan, best_single_ms, again = made.result()
+                waited += again
         self._fill()
         return PlannedBatch(
             *(made.batch, plan, best_single_ms, waited, made.request, replaced, made.bound)
