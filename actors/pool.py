@@ -332,6 +332,10 @@ class Pool:
                 raise self._broken(line) from None
         return [results[call] for call in calls]
 
+    def is_busy(self, calls: Sequence[ray.ObjectRef]) -> bool:
+        """Whether every rank still works on what it was sent."""
+        return bool(calls) and not ray.wait(list(calls), timeout=0)[0]
+
     def answered(self, calls: Sequence[ray.ObjectRef]) -> list:
         """The results of those calls that have ended well, after `regroup`."""
         done, _ = ray.wait(list(calls), num_returns=len(calls), timeout=0) if calls else ([], [])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flexray.actors.crew import PoolError
@@ -140,6 +140,8 @@ class StepLoop:
 
     def _dispatch(self, planned: PlannedBatch) -> InFlight:
         batch = planned.batch
+        if self.in_flight and self.pool.is_busy(self.in_flight[-1].calls):
+            planned = replace(planned, waited_s=0.0)  # no rank has waited for it
         # Before a validation and a checkpoint too: they count on a step that is committed.
         is_copied = (
             batch.step % self.copy_every == 0 or not batch.ends_step or self._is_to_be_saved(batch)
