@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from flexray.jobs.driver_stubs import STEP_S
 from flexray.jobs.driver_work import Real, Stubbed, calls_ms
-from flexray.jobs.training_report import Goal, goal_rows, section
+from flexray.jobs.tables import Goal, goal_rows, section
 
 IDLE = {4: 5.0, 16: 10.0}  # ms at most, by ranks
 WORK = {16: 30.0}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -13,13 +13,13 @@ from flexray.jobs.recovery_generations import FIRST, Growth
 from flexray.jobs.recovery_model import LENGTH, PARAMETERS, RANKS, SEQUENCES
 from flexray.jobs.recovery_ray_train import CHECKPOINT_EVERY, Restart
 from flexray.jobs.recovery_snapshots import SnapshotCost
+from flexray.jobs.tables import Row, section
 
 WHAT = {
     "descriptors": "file descriptors",
     "threads": "threads",
     "resident_mb": "resident memory, MB",
 }
-Row = Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -80,20 +80,14 @@ def report(figures: Figures) -> str:
             f"*{platform.machine()}, {os.cpu_count()} cores, gloo; load of the machine in the "
             f"minute before each part: {load}.*",
             "",
-            _section("One SIGKILL, both systems", _both(figures)),
-            _section("FlexRay: where the time goes", _parts(figures)),
-            _section("Ray Train v2: where the time goes", _ray_train_parts(figures.ray_train)),
-            _section("A copy of the state after every step", _snapshots(figures.snapshots)),
-            _section(f"{figures.generations} generations", _growth(figures)),
-            _section("Goals", _goals(figures)),
+            section("One SIGKILL, both systems", _both(figures)),
+            section("FlexRay: where the time goes", _parts(figures)),
+            section("Ray Train v2: where the time goes", _ray_train_parts(figures.ray_train)),
+            section("A copy of the state after every step", _snapshots(figures.snapshots)),
+            section(f"{figures.generations} generations", _growth(figures)),
+            section("Goals", _goals(figures)),
         ]
     )
-
-
-def _section(title: str, rows: Iterable[Row]) -> str:
-    head, *body = rows
-    lines = (head, ["---"] * len(head), *body)
-    return "\n".join([f"### {title}", "", *("| " + " | ".join(row) + " |" for row in lines), ""])
 
 
 def _in(figure: float, unit: str) -> str:
