@@ -154,6 +154,7 @@ class Engine:
             snapshot_ms=self._still_s * 1e3,
             idle_ms=idle * 1e3,
             peak_memory_mb=self._peak_memory_mb(),
+            tells_memory=self.device.type == "cuda",
         )
 
     def evaluate(self, work: RankStep) -> EvaluationReport:

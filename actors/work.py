@@ -59,7 +59,8 @@ class StepReport:
     step_ms: float
     snapshot_ms: float  # of step_ms: the copy to host memory, and the wait for the last one's way
     idle_ms: float  # between the end of the last step or evaluation here and the start of this one
-    peak_memory_mb: float
+    peak_memory_mb: float  # on a CPU the process's until now, else the step's
+    tells_memory: bool  # it is the step's
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,9 @@ class Driver:
         if self.capacity is not None:
             cost = cost.with_capacity(min(self.capacity, cost.capacity(len(places))))
         self.calibrator = self.calibrator.on(
-            with_learned(cost, learned(self.calibrator.cost)), [(p.node, p.pid) for p in places]
+            with_learned(cost, learned(self.calibrator.cost)),
+            [(p.node, p.pid) for p in places],
+            least_tokens=self.job.longest_share(len(places)),
         )
         self.cluster = cluster_of(places)
         return self.planning(

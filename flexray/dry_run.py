@@ -51,10 +51,12 @@ def _say_memory(cost: CostModel, gpus: int, say: Callable[[str], None]) -> None:
         say(f"memory: {tokens:,} tokens a rank, as planner.capacity says")
         return
     communicators = cost.communicators * cost.communicator_mb
+    buffers = f"{cost.buffers_mb:,.0f} MB buffers + " if cost.buffers_mb else ""
     say(
         f"memory of a rank, estimated: {cost.usable_mb:,.0f} MB usable = "
-        f"{cost.state_mb / gpus:,.0f} MB parameters, gradients and optimizer state + "
-        f"{communicators:,.0f} MB communicators + {tokens:,} tokens of {cost.mb_per_token:.3g} MB"
+        f"{cost.states_mb(gpus):,.0f} MB parameters, gradients and optimizer state + "
+        f"{buffers}{communicators:,.0f} MB communicators + "
+        f"{tokens:,} tokens of {cost.mb_per_token:.3g} MB"
     )
 
 

@@ -14,9 +14,9 @@ from flexray.actors.crew import PoolError
 from flexray.batches import Batch
 from flexray.planning_tasks import PlanRequest, bound_remotely, plan_remotely
 from flexray.solver.plan import Plan
-from flexray.solver.prediction import predicted_ms
+from flexray.solver.prediction import fits, predicted_ms
 
-# A plan whose predicted time has moved by more than this is made again.
+# A plan whose predicted time has moved by more than this is made again, and one that has no room.
 MOVED = 0.10
 
 
@@ -93,7 +93,8 @@ class Prefetch:
     ) -> None:
         """`request` is asked anew for every plan, so that plans follow the newest cost model.
 
-        A plan is made again when the cost model has moved meanwhile, by MOVED of its time.
+        A plan is made again when the cost model has moved meanwhile, by MOVED of its time, or says
+        that its packs do not fit any more.
         `tight_bound`: have the bound of every step's plan tightened behind it, on another core.
         """
         self._batches = batches
@@ -115,7 +116,8 @@ class Prefetch:
         replaced, now = None, self._request()
         if now.version != made.request.version:
             planned_ms = predicted_ms(plan, now.cost, now.cluster)
-            if abs(planned_ms - plan.planned_ms) > MOVED * plan.planned_ms:
+            moved = abs(planned_ms - plan.planned_ms) > MOVED * plan.planned_ms
+            if moved or not fits(plan, now.cost, now.cluster):
                 replaced = plan, planned_ms
                 made = self._ask(made.batch, now)
                 plan, best_single_ms, again = made.result()

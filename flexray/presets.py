@@ -53,6 +53,7 @@ class Memory(_Section):
     parameters: Annotated[int, Field(ge=0)]
     parameters_per_position: Annotated[int, Field(ge=0)] = 0
     bytes_per_parameter: Number
+    buffers_mb: Number = 0.0
     mb_per_token: Positive
     communicator_mb: Number = 0.0
     communicators: Annotated[int, Field(ge=0)] = 0
@@ -97,6 +98,7 @@ class Preset(_Section):
             bandwidth=tuple(sorted(time.bandwidth_mb_per_ms.items())),
             usable_mb=memory.usable_mb,
             state_mb=parameters * memory.bytes_per_parameter / 2**20,
+            buffers_mb=memory.buffers_mb,
             mb_per_token=memory.mb_per_token,
             communicator_mb=memory.communicator_mb,
             communicators=memory.communicators,

@@ -9,6 +9,8 @@ from flexray.events import ModelEvent, ReplanEvent, StepEvent
 from flexray.prefetch import PlannedBatch
 from flexray.resume import learned
 from flexray.solver.calibration import Span, StepSpans
+from flexray.solver.cost import CostModel
+from flexray.solver.memory import Peak
 
 
 def step_event(
@@ -82,7 +84,7 @@ def model_events(planned: PlannedBatch, version: int) -> Iterator[ModelEvent | R
         yield ModelEvent(
             step=step,
             version=request.version,
-            coefficients=learned(request.cost),
+            coefficients=learned(request.cost) | _memory(request.cost),
             errors=dict(request.errors),
             speeds={str(rank): speed for rank, speed in speeds if speed != 1},
             step_ms=request.step_ms,
@@ -106,4 +108,13 @@ def step_spans(reports: Sequence[StepReport]) -> StepSpans:
         ),
         measured_ms=max(report.step_ms for report in reports),
         is_usual=not any(report.new_communicators for report in reports),
+        peaks=tuple(
+            Peak(max(-(-m.tokens // m.degree) for m in report.micro_steps), report.peak_memory_mb)
+            for report in reports
+            if report.tells_memory
+        ),
     )
+
+
+def _memory(cost: CostModel) -> dict[str, float]:
+    return {name: getattr(cost, name) for name in ("buffers_mb", "mb_per_token")}

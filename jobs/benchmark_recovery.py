@@ -39,7 +39,7 @@ class Size:
     generations: int
 
 
-FULL = Size(kills=10, restarts=3, periods=12, generations=200)
+FULL = Size(kills=10, restarts=3, periods=36, generations=200)
 QUICK = Size(kills=3, restarts=1, periods=4, generations=40)
 
 

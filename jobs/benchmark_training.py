@@ -21,7 +21,15 @@ from flexray.errors import RunFailed, UserError
 from flexray.jobs import training_report
 from flexray.jobs.planner_report import fill
 from flexray.jobs.training_corpora import CORPORA
-from flexray.jobs.training_parts import EMULATED, PINNED, Size, compare, slow_rank
+from flexray.jobs.training_parts import (
+    EMULATED,
+    PINNED,
+    Size,
+    compare,
+    converge,
+    measured_cost,
+    slow_rank,
+)
 from flexray.jobs.training_report import Figures
 from flexray.solver.plan import PlanningError
 
@@ -37,12 +45,19 @@ def measure(folder: Path, size: Size) -> Figures:
         load.append(os.getloadavg()[0])
         typer.echo(f"{part} (load {load[-1]:.1f})", err=True)
 
-    for ranks in (PINNED, *EMULATED):
+    for corpus in CORPORA:
+        begin(f"{corpus}, {PINNED} ranks")
+        compared.append(compare(folder, corpus, PINNED, size))
+    begin("three times wrong")
+    converged = converge(folder, compared[-1].cost, size)
+    begin("what is to be slept")
+    slept = measured_cost(folder, size)
+    for ranks in EMULATED:
         for corpus in CORPORA:
-            begin(f"{corpus}, {ranks} ranks{', emulated compute' if ranks != PINNED else ''}")
-            compared.append(compare(folder, corpus, ranks, size))
+            begin(f"{corpus}, {ranks} ranks, emulated compute")
+            compared.append(compare(folder, corpus, ranks, size, slept))
     begin("a slow rank, emulated compute")
-    return Figures(compared, slow_rank(folder, size), load)
+    return Figures(compared, converged, slow_rank(folder, size, slept), slept, load)
 
 
 def main(

@@ -53,6 +53,7 @@ def made_up(work: RankStep, rank: int, step_ms: float, idle_ms: float) -> StepRe
         snapshot_ms=0.0,
         idle_ms=idle_ms,
         peak_memory_mb=0.0,
+        tells_memory=False,
     )
 
 

@@ -141,7 +141,7 @@ def _longer(ends: float, *step: Any) -> Iterator[Plan]:
 
 
 BOUND_SOURCE = ("bound.py", "joint.py")
-NO_PLANNING = ("bound.py", "calibration.py", "prediction.py")
+NO_PLANNING = ("bound.py", "calibration.py", "memory.py", "prediction.py")
 PLAN_SOURCE = tuple(sorted({path.name for path in SOLVER.glob("*.py")} - {*NO_PLANNING}))
 
 

@@ -14,8 +14,11 @@ import psutil
 
 from flexray.events import GenerationEvent, StepEvent
 from flexray.jobs.recovery_run import Stopping, train
+from flexray.jobs.training_corpora import Rows, write_corpus
 
 SMALL, LARGE = 2, 3
+# A small corpus: pages of it that were read are resident too, and are soon all read.
+LONGEST = 64
 SETTLED = 3  # steps of a generation after which it is looked at
 FIRST = 20  # generations in which a process may still grow
 WINDOW = 5  # looks whose median is taken
@@ -51,6 +54,7 @@ def count_generations(folder: Path, generations: int) -> tuple[int, list[Growth]
 
     In turn, a third rank is killed, replaced, scaled away and asked for again.
     """
+    corpus = write_corpus("github", folder / "generations-corpus", Rows(24, LONGEST))
     watcher = Watcher(generations)
     train(
         folder,
@@ -58,7 +62,7 @@ def count_generations(folder: Path, generations: int) -> tuple[int, list[Growth]
         watcher,
         {
             "cluster": {"gpus": LARGE, "min_gpus": SMALL, "device": "cpu"},
-            "data": {"max_length": 64},
+            "data": {"corpus": str(corpus), "max_length": LONGEST},
             "train": {"batch_sequences": 4},
         },
     )

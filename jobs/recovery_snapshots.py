@@ -9,6 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+from scipy.stats import trim_mean
+
 from flexray.events import StepEvent
 from flexray.jobs.recovery_run import Stopping, big_model, train
 
@@ -19,7 +21,7 @@ LENGTH = 32  # longer rows than elsewhere here: steps of a second and more
 
 @dataclass(frozen=True)
 class SnapshotCost:
-    """Seconds a step, medians: with a copy of each that is sent behind the next, and without."""
+    """Seconds a step: with a copy of each that is sent behind the next, and without."""
 
     with_s: float
     without_s: float
@@ -49,7 +51,7 @@ def cost_of(ends: Sequence[float]) -> SnapshotCost:
     # every one has both. Each period has its own quotient, so that a machine that is slow for a
     # while does not count.
     without_s = median(sum(p[2:]) / 2 for p in periods)
-    share = median(2 * (sum(p[:2]) / sum(p[2:]) - 1) for p in periods)
+    share = trim_mean([2 * (sum(p[:2]) / sum(p[2:]) - 1) for p in periods], 0.1)
     return SnapshotCost(without_s * (1 + share), without_s, len(periods))
 
 

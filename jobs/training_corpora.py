@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,20 +14,29 @@ from flexray.datasets.writer import CorpusWriter
 from flexray.length_source import read_lengths
 
 LENGTHS = Path(__file__).resolve().parents[1] / "datasets" / "lengths"
-SCALE = 24  # rows are so much shorter, as the models are
 VOCABULARY = 256
 CORPORA = ("builtin", "github")
 
 
-def scaled(lengths: npt.NDArray[np.int64], longest: int) -> npt.NDArray[np.int64]:
-    """A SCALE-th of each length, at least 2; those that stay longer than `longest` are left out."""
-    return np.maximum(2, lengths[lengths <= SCALE * longest] // SCALE)
+@dataclass(frozen=True)
+class Rows:
+    """How real rows become shorter ones, as the models are smaller.
+
+    A `scale`-th of each length, at least 2; those that stay longer than `longest` are left out.
+    """
+
+    scale: int
+    longest: int
+
+    def of(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The shorter lengths."""
+        return np.maximum(2, lengths[lengths <= self.scale * self.longest] // self.scale)
 
 
-def write_corpus(name: str, folder: Path, longest: int) -> Path:
+def write_corpus(name: str, folder: Path, rows: Rows) -> Path:
     """A corpus in `folder`. `name`: whose lengths. Raises CorpusError without the built-in one."""
     source = builtin_corpus() if name == "builtin" else LENGTHS / f"{name}.parquet"
-    lengths = scaled(read_lengths(str(source)), longest)
+    lengths = rows.of(read_lengths(str(source)))
     folder.mkdir()
     writer = CorpusWriter(folder, BytesTokenizer().info, VOCABULARY)
     tokens = np.random.default_rng(0).integers(0, VOCABULARY, lengths.sum(), dtype=np.int32)

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from flexray.jobs.training_corpora import write_corpus
+from flexray.jobs.training_corpora import Rows, write_corpus
 from flexray.jobs.training_emulation import Emulation, emulated, pinned
 from flexray.jobs.training_turns import (
     ADAPTIVE,
@@ -20,24 +20,27 @@ from flexray.jobs.training_turns import (
     Turn,
     train,
 )
-from flexray.presets import load_preset
+from flexray.jobs.wrong_costs import wrong
 from flexray.solver.cost import CostModel
 
 WAYS = (FLEXRAY, STATIC, ADAPTIVE)
 PINNED, EMULATED = 2, (4, 8)  # ranks
 
-# Changes to the small Llama. Where compute is slept, with the all-to-alls of what is slept (the CPU
-# preset: 0.02 MB a token), and heads for degrees up to 8.
+# Changes to the small Llama: heads for degrees up to 8; where compute is slept, a model that
+# exchanges more, of little compute.
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
 SMALL: dict[str, Any] = HEADS
-SLEPT: dict[str, Any] = HEADS | {"num_hidden_layers": 4, "hidden_size": 160}
-LONGEST = {PINNED: 4096, 4: 8192, 8: 8192}
-BATCH_TOKENS = {PINNED: 16_384, 4: 32_768, 8: 65_536}
+SLEPT: dict[str, Any] = HEADS | {"hidden_size": 320, "intermediate_size": 16}
+ROWS = {PINNED: Rows(24, 4096), 4: Rows(128, 1536), 8: Rows(128, 1536)}
+BATCH_TOKENS = {PINNED: 16_384, 4: 18_432, 8: 24_576}
 
 SLOW_RANKS, SLOW_RANK = 4, 2
 SPEED = 3.5  # of four ranks, one of them half as fast
 FOUND = 0.6  # a plan knows of it that takes its speed to be no more
 LEARNING = 10  # steps that it may take
+
+WRONG = 3.0  # times what is right, or a third of it
+CONVERGING = 20  # steps until the model is to be right again
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,19 @@ class Compared:
 
 
 @dataclass(frozen=True)
+class Converged:
+    """Real steps from a cost model that is three times wrong.
+
+    `before`, `after`: how far planned times are from what was measured, the mean over the first
+    CONVERGING steps and over those that follow, as a share of what was measured.
+    """
+
+    before: float
+    after: float
+    steps: int  # that follow
+
+
+@dataclass(frozen=True)
 class SlowRank:
     """One of four ranks half as fast, emulated. Seconds a step, means over the same batches.
 
@@ -98,27 +114,49 @@ class SlowRank:
         return self.aware_s / self.best_s - 1
 
 
-def compare(folder: Path, corpus: str, ranks: int, size: Size) -> Compared:
-    """The ways on one corpus: two ranks with a core each, or more, whose compute is slept.
+def measured_cost(folder: Path, size: Size) -> CostModel:
+    """What the model of which compute is slept takes on two ranks with a core each.
+
+    Without the all-to-alls: these are made.
+    """
+    rows = ROWS[EMULATED[0]]
+    sections = sections_of(PINNED, "github", folder / "measured-corpus", rows, SLEPT)
+    turns = [Turn(batch, FLEXRAY) for batch in range(size.warm + size.measured)]
+    cost = train(folder, "measured", sections, turns, pinned()).cost
+    return CostModel(cost.quadratic, cost.linear, cost.per_sequence, cost.micro_step_ms)
+
+
+def converge(folder: Path, right: CostModel, size: Size) -> Converged:
+    """Two ranks with a core each, from a cost model that is WRONG. `right`: what it is."""
+    sections = sections_of(PINNED, "github", folder / "converge-corpus", ROWS[PINNED], SMALL)
+    turns = [Turn(batch, FLEXRAY) for batch in range(CONVERGING + size.measured)]
+    run = train(folder, "converge", sections, turns, pinned(), wrong(right, WRONG))
+    errors = [abs(step.planned_s / step.wall_s - 1) for step in run.steps]
+    return Converged(mean(errors[:CONVERGING]), mean(errors[CONVERGING:]), size.measured)
+
+
+def compare(
+    folder: Path, corpus: str, ranks: int, size: Size, slept: CostModel | None = None
+) -> Compared:
+    """The ways on one corpus: two ranks with a core each, or more, whose compute is `slept`.
 
     A rank holds so much that the longest sequence needs all of them.
     """
-    is_emulated = ranks != PINNED
-    worker = emulated(Emulation(stated_cost())) if is_emulated else pinned()
-    where = write_corpus(corpus, folder / f"{corpus}-{ranks}-corpus", LONGEST[ranks])
-    sections = sections_of(ranks, where, LONGEST[ranks] // ranks)
-    run = train(folder, f"{corpus}-{ranks}", sections, in_turns(size, WAYS), worker)
-    return compared(corpus, ranks, is_emulated, run, size)
+    worker = emulated(Emulation(slept)) if slept else pinned()
+    model, name = SLEPT if slept else SMALL, f"{corpus}-{ranks}"
+    sections = sections_of(ranks, corpus, folder / f"{name}-corpus", ROWS[ranks], model)
+    run = train(folder, name, sections, in_turns(size, WAYS), worker)
+    return compared(corpus, ranks, slept is not None, run, size)
 
 
-def slow_rank(folder: Path, size: Size) -> SlowRank:
+def slow_rank(folder: Path, size: Size, slept: CostModel) -> SlowRank:
     """Four emulated ranks; one becomes half as fast.
 
     A rank holds half of the longest sequence, so that none needs all of them.
     """
-    slowed = Emulation(stated_cost(), SLOW_RANK, size.warm + size.measured + 1)
-    where = write_corpus("github", folder / "slow-rank-corpus", LONGEST[SLOW_RANKS])
-    sections = sections_of(SLOW_RANKS, where, LONGEST[SLOW_RANKS] // 2)
+    slowed, rows = Emulation(slept, SLOW_RANK, size.warm + size.measured + 1), ROWS[SLOW_RANKS]
+    sections = sections_of(SLOW_RANKS, "github", folder / "slow-rank-corpus", rows, SLEPT)
+    sections["planner"] = {"capacity": rows.longest // 2}
     run = train(folder, "slow-rank", sections, slow_turns(size), emulated(slowed))
     return slowness(run.steps, size)
 
@@ -171,18 +209,21 @@ def slowness(steps: Sequence[Step], size: Size) -> SlowRank:
     )
 
 
-def sections_of(ranks: int, corpus: Path, capacity: int) -> dict[str, Any]:
-    """The run's config: `capacity` tokens on a rank."""
+def sections_of(
+    ranks: int, corpus: str, folder: Path, rows: Rows, model: dict[str, Any]
+) -> dict[str, Any]:
+    """The run's config; its corpus is written to `folder`.
+
+    A rank holds so many tokens that the longest sequence needs all ranks. `model`: changes to the
+    small Llama.
+    """
     return {
         "cluster": {"gpus": ranks, "device": "cpu"},
-        "model": {"config": SMALL if ranks == PINNED else SLEPT},
-        "data": {"corpus": str(corpus), "max_length": LONGEST[ranks]},
+        "model": {"config": model},
+        "data": {
+            "corpus": str(write_corpus(corpus, folder, rows)),
+            "max_length": rows.longest,
+        },
         "train": {"batch_tokens": BATCH_TOKENS[ranks]},
-        "planner": {"capacity": capacity},
+        "planner": {"capacity": rows.longest // ranks},
     }
-
-
-def stated_cost() -> CostModel:
-    """What is slept: the CPU preset's compute and parameter collectives. All-to-alls are made."""
-    cost = load_preset("cpu").cost
-    return CostModel(cost.quadratic, cost.linear, cost.per_sequence, cost.micro_step_ms)

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 from flexray.jobs.tables import Goal, Row, goal_rows, section
 from flexray.jobs.training_parts import (
+    CONVERGING,
     LEARNING,
     SLOW_RANKS,
     SPEED,
     WAYS,
     Compared,
+    Converged,
     SlowRank,
-    stated_cost,
 )
 from flexray.jobs.training_turns import ADAPTIVE, FLEXRAY, STATIC
 from flexray.solver.cost import CostModel
@@ -28,7 +29,9 @@ class Figures:
     """All that was measured. `load`: of the machine in the minute before each part began."""
 
     compared: Sequence[Compared]
+    converged: Converged
     slow: SlowRank
+    slept: CostModel
     load: Sequence[float]
 
 
@@ -42,6 +45,9 @@ def goals(figures: Figures) -> Iterator[Goal]:
             over = one.speedup(ADAPTIVE)
             yield Goal(f"{where}: over the best single degree", over, 1.1, "x", True)
             yield Goal(f"{where}: off what was planned", one.off, 0.05, "%")
+    yield Goal(
+        f"three times wrong: off after {CONVERGING} steps", figures.converged.after, 0.10, "%"
+    )
     found = figures.slow.found
     steps = float("inf") if found is None else found
     yield Goal("slow rank: steps until it is planned with", steps, LEARNING, "steps")
@@ -59,9 +65,10 @@ def report(figures: Figures) -> str:
             f"minute before each part: {load}.*",
             "",
             section("Two ranks with a core each, real compute", _compared(real)),
+            section("From a cost model that is three times wrong", _converged(figures.converged)),
             section("More ranks than cores, emulated compute", _compared(emulated)),
             section("One of four ranks half as fast, emulated compute", _slow(figures.slow)),
-            section("What a step costs", _costs(figures.compared)),
+            section("What a step costs", _costs(figures)),
             section("Goals", goal_rows(goals(figures))),
         ]
     )
@@ -90,6 +97,12 @@ def _compared(each: Iterable[Compared]) -> Iterator[Row]:
         )
 
 
+def _converged(converged: Converged) -> Iterator[Row]:
+    yield "steps", "off what was planned"
+    yield f"1 to {CONVERGING}", f"{converged.before:.1%}"
+    yield f"{CONVERGING + 1} to {CONVERGING + converged.steps}", f"{converged.after:.1%}"
+
+
 def _slow(slow: SlowRank) -> Iterator[Row]:
     yield f"batches: {slow.batches}", "s a step", "over the best possible"
     yield "all ranks healthy", f"{slow.healthy_s:.3f}", "-"
@@ -102,7 +115,7 @@ def _slow(slow: SlowRank) -> Iterator[Row]:
     yield "steps until it is planned with", found, "-"
 
 
-def _costs(each: Iterable[Compared]) -> Iterator[Row]:
+def _costs(figures: Figures) -> Iterator[Row]:
     yield (
         "",
         "ms per 1,000 tokens^2",
@@ -112,9 +125,9 @@ def _costs(each: Iterable[Compared]) -> Iterator[Row]:
         "MB a token exchanged",
         "MB per ms, by degree",
     )
-    for one in each:
+    for one in figures.compared:
         yield _cost(f"{_where(one)}, from its reports", one.cost)
-    yield _cost("slept where compute is emulated", stated_cost())
+    yield _cost("measured on two ranks, and slept where compute is emulated", figures.slept)
 
 
 def _cost(name: str, cost: CostModel) -> Row:

@@ -31,6 +31,7 @@ from flexray.prefetch import PlannedBatch, Prefetch
 from flexray.preparation import prepare
 from flexray.run_directory import RunDirectory
 from flexray.solver.baselines import batch_adaptive, static
+from flexray.solver.calibration import Calibrator
 from flexray.solver.cost import CostModel
 from flexray.solver.plan import Plan
 from flexray.solver.planner import plan_step
@@ -73,12 +74,18 @@ class Run:
 
 
 def train(
-    folder: Path, name: str, sections: dict[str, Any], turns: Sequence[Turn], worker: Any
+    folder: Path,
+    name: str,
+    sections: dict[str, Any],
+    turns: Sequence[Turn],
+    worker: Any,
+    start: CostModel | None = None,
 ) -> Run:
     """Trains `turns` with actors of class `worker`, under a config of these sections.
 
-    What it shows goes to a file beside the run's folder. Raises UserError, CorpusError,
-    PlanningError and RunFailed.
+    `start`: the cost model that the first plans are made with, instead of an estimate. What is
+    shown goes to a file beside the run's folder. Raises UserError, CorpusError, PlanningError and
+    RunFailed.
     """
     fixed = {
         "run": {"dir": folder, "name": name},
@@ -93,7 +100,7 @@ def train(
         (folder / f"{name}.log").open("w") as log,
         Display(Console(file=log, width=200)) as display,
     ):
-        driver = InTurns(turns, worker, prepare(config), run, display, Callbacks([clock]))
+        driver = InTurns(turns, worker, prepare(config), run, display, Callbacks([clock]), start)
         driver.train()
     shutil.rmtree(run.path / "checkpoints")  # nobody goes on from it
     walls = [after - before for before, after in pairwise(clock.ends)]
@@ -110,14 +117,26 @@ class InTurns(Driver):
     """Deals the batches of `turns`, and has each planned its way."""
 
     def __init__(
-        self, turns: Sequence[Turn], worker: Any, job: Any, run: Any, display: Any, callbacks: Any
+        self,
+        turns: Sequence[Turn],
+        worker: Any,
+        job: Any,
+        run: Any,
+        display: Any,
+        callbacks: Any,
+        start: CostModel | None,
     ) -> None:
-        """`worker`: the actors' class; the rest as for every driver."""
-        self.turns, self.worker = turns, worker
+        """`worker`: the actors' class; `start`: as of `train`; the rest as for every driver."""
+        self.turns, self.worker, self.start = turns, worker, start
         self.planned: list[PlannedBatch] = []
         longest = int(job.documents.lengths.max())
         self.planning = partial(EachItsWay, turns, longest, self.planned)
         super().__init__(job, run, display, callbacks=callbacks, stop=StopRequest())
+
+    def _initialize(self, device: str) -> None:
+        super()._initialize(device)
+        if self.start:
+            self.calibrator = Calibrator(self.start, ())
 
     def _ledger_after(self, checkpoint: Checkpoint | None) -> Ledger:
         most = max(turn.batch for turn in self.turns) + 1

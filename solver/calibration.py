@@ -31,6 +31,7 @@ from scipy.linalg import solve_triangular
 from scipy.optimize import nnls
 
 from flexray.solver.cost import CostModel
+from flexray.solver.memory import Peak, with_memory, with_peaks
 
 Floats = npt.NDArray[np.float64]
 
@@ -74,11 +75,13 @@ class StepSpans:
     """One step: the spans of all ranks, and what all of it took.
 
     `is_usual`: whether its whole time tells anything. One that made communicators does not.
+    `peaks`: of ranks whose peaks tell what the step took.
     """
 
     spans: tuple[Span, ...]
     measured_ms: float
     is_usual: bool = True
+    peaks: tuple[Peak, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,7 @@ class _Observed:
     measured_ms: float
     is_usual: bool
     speeds: Floats
+    peaks: tuple[Peak, ...]
 
 
 class Calibrator:
@@ -165,23 +169,38 @@ class Calibrator:
         *,
         window: int = WINDOW,
         half_life: float = HALF_LIFE,
+        least_tokens: int = 1,
     ) -> None:
         """`ranks`: what they are known by in another membership (`on`).
 
         `window`: steps that are kept. `half_life`: steps after which one counts half.
+        `least_tokens`: a GPU has room for these, whatever peaks of memory say.
         """
         self.cost, self.speeds = cost, (1.0,) * len(ranks)
         self.step_ms = 0.0
-        self._window, self._half_life = window, half_life
+        self._window, self._half_life, self._least_tokens = window, half_life, least_tokens
         self._ranks = tuple(ranks)
         self.version = 0
         self.errors: dict[str, float] = {}
         self._steps: deque[_Observed] = deque(maxlen=window)
         self._unseen = 0  # steps since the last fit
 
-    def on(self, cost: CostModel, ranks: Sequence[Hashable]) -> Calibrator:
-        """One for another membership, with the speeds of those that stay."""
-        other = Calibrator(cost, ranks, window=self._window, half_life=self._half_life)
+    def on(
+        self, cost: CostModel, ranks: Sequence[Hashable], *, least_tokens: int = 1
+    ) -> Calibrator:
+        """One for another membership, with the speeds of those that stay.
+
+        What a token takes of a GPU's memory is the same there.
+        """
+        learned = self.cost.buffers_mb, self.cost.mb_per_token
+        cost = with_memory(cost, *learned, len(ranks), least_tokens)
+        other = Calibrator(
+            cost,
+            ranks,
+            window=self._window,
+            half_life=self._half_life,
+            least_tokens=least_tokens,
+        )
         known = dict(zip(self._ranks, self.speeds, strict=True))
         other.speeds = tuple(known.get(rank, 1.0) for rank in ranks)
         other.step_ms, other.version = self.step_ms, self.version + 1
@@ -189,8 +208,8 @@ class Calibrator:
 
     def observe(self, step: StepSpans) -> None:
         """Adds the newest step; the oldest leaves the window."""
-        speeds = np.array(self.speeds)
-        self._steps.append(_Observed(_Step.of(step.spans), step.measured_ms, step.is_usual, speeds))
+        speeds, spans = np.array(self.speeds), _Step.of(step.spans)
+        self._steps.append(_Observed(spans, step.measured_ms, step.is_usual, speeds, step.peaks))
         self._unseen += 1
 
     def fit(self) -> None:
@@ -205,7 +224,9 @@ class Calibrator:
             if len(self._steps) >= SOONEST and self._notice(cost, spans, weight):
                 cost = self._fit_compute(cost, spans, weight)
             cost = self._fit_exchange(cost, spans, weight)
-        self.cost, self.step_ms = self._fit_fixed(cost)
+        cost, self.step_ms = self._fit_fixed(cost)
+        peaks = [peak for observed in self._steps for peak in observed.peaks]
+        self.cost = with_peaks(cost, peaks, len(self._ranks), self._least_tokens)
         self._unseen = 0
         self.version += (self.cost, self.speeds) != before
 
@@ -293,12 +314,12 @@ def _speeds(cost: CostModel, spans: _Step, weight: Floats, known: Floats) -> Flo
     """How fast each rank is against what the model says, (ranks,)."""
     predicted = spans.design @ _compute_of(cost)
     seen = (spans.compute_ms > 0) & (predicted > 0)
-    found = known.copy()
-    for rank in np.unique(spans.rank[seen]):
-        own = seen & (spans.rank == rank)
-        if own.sum() >= SOONEST:
-            # By time: a short span says little.
-            found[rank] = _median(predicted[own] / spans.compute_ms[own], (weight * predicted)[own])
+    found, rank = known.copy(), spans.rank[seen]
+    ranks, spans_of = np.unique(rank, return_counts=True)
+    # By time: a short span says little.
+    told = _medians(predicted[seen] / spans.compute_ms[seen], (weight * predicted)[seen], rank)
+    is_enough = spans_of >= SOONEST
+    found[ranks[is_enough]] = told[is_enough]
     found = found / np.quantile(found, 0.5, method="higher")
     found[np.abs(found - 1) < NOTICED] = 1.0
     near = np.abs(found / known - 1) < NOTICED
@@ -349,6 +370,15 @@ def _fit(
 
 def _median(values: Floats, weight: Floats) -> float:
     """The weighted median."""
-    order = np.argsort(values)
+    return float(_medians(values, weight, np.zeros(len(values), dtype=np.intp))[0])
+
+
+def _medians(values: Floats, weight: Floats, part: npt.NDArray[np.intp]) -> Floats:
+    """The weighted median of each part, by ascending numbers of parts; all arrays are (n,)."""
+    order = np.lexsort((values, part))
+    first = np.flatnonzero(np.diff(part[order], prepend=-1))
+    last = np.append(first[1:], len(order)) - 1
     total = np.cumsum(weight[order])
-    return float(values[order][np.searchsorted(total, 0.5 * total[-1])])
+    before = np.append(0.0, total[last[:-1]])
+    middle = np.searchsorted(total, 0.5 * (before + total[last]))
+    return np.asarray(values[order][np.clip(middle, first, last)])

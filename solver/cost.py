@@ -59,6 +59,7 @@ class CostModel:
         usable_mb: memory of one GPU that a step may use.
         state_mb: parameters, gradients and optimizer state of the whole model.
         shard_size: GPUs that share one copy of them; None: all.
+        buffers_mb: what a GPU holds beside these whatever its tokens: parameters that are gathered.
         mb_per_token: activations and logits of a token on the rank that holds it.
         communicator_mb: memory of one communicator.
         communicators: communicators that a rank may hold at once.
@@ -75,6 +76,7 @@ class CostModel:
     usable_mb: float = 0.0
     state_mb: float = 0.0
     shard_size: int | None = None
+    buffers_mb: float = 0.0
     mb_per_token: float = 0.0
     communicator_mb: float = 0.0
     communicators: int = 0
@@ -114,8 +116,7 @@ class CostModel:
                 "cost model: memory is not limited: give mb_per_token and usable_mb, "
                 "or tokens_per_gpu (--capacity)"
             )
-        fixed = self.state_mb / (self.shard_size or gpus)
-        fixed += self.communicators * self.communicator_mb
+        fixed = self.fixed_mb(gpus)
         tokens = math.floor((self.usable_mb - fixed) / self.mb_per_token)
         if tokens < 1:
             raise PlanningError(
@@ -125,6 +126,15 @@ class CostModel:
                 + " or a smaller model"
             )
         return tokens
+
+    def states_mb(self, gpus: int) -> float:
+        """Of the model states, on each of `gpus` GPUs."""
+        return self.state_mb / (self.shard_size or gpus)
+
+    def fixed_mb(self, gpus: int) -> float:
+        """Of all that no token takes, on each of `gpus` GPUs."""
+        communicators_mb = self.communicators * self.communicator_mb
+        return self.states_mb(gpus) + self.buffers_mb + communicators_mb
 
     def bandwidth_at(self, degree: int) -> float:
         """MB per ms of one rank's all-to-all in a group of `degree`."""

@@ -1,4 +1,4 @@
-"""What a plan would take under another cost model than the one that it was made with."""
+"""What becomes of a plan under another cost model than the one that it was made with."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from flexray.solver.assemble import group_ms
 from flexray.solver.cluster import Cluster
 from flexray.solver.cost import CostModel
 from flexray.solver.plan import Plan
+
+
+def fits(plan: Plan, cost: CostModel, cluster: Cluster) -> bool:
+    """Whether its packs have room in the GPUs' memory."""
+    tokens = cost.capacity(cluster.gpus)
+    return all(g.tokens <= tokens * g.degree for m in plan.micro_steps for g in m.groups)
 
 
 def predicted_ms(plan: Plan, cost: CostModel, cluster: Cluster) -> float:

@@ -15,13 +15,13 @@ from flexray.errors import UserError
 from flexray.measurement.bench import Bench
 from flexray.measurement.design import across_round, inside, one_round, ramp
 from flexray.measurement.fit import Observed
-from flexray.measurement.memory import Peak
 from flexray.model_preparation import ModelJob
 from flexray.ray_cluster import Resources, connected
 from flexray.records import step_spans
 from flexray.solver.calibration import StepSpans
 from flexray.solver.cluster import Cluster
 from flexray.solver.cost import CostModel
+from flexray.solver.memory import Peak
 
 ROUNDS = 8
 FEWEST_ROUNDS = 2

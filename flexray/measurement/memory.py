@@ -9,15 +9,7 @@ from itertools import pairwise
 import numpy as np
 from scipy.optimize import nnls
 
-POINTS = 4  # distinct peaks that a line is told from, at least
-
-
-@dataclass(frozen=True)
-class Peak:
-    """Most memory in a step with so many tokens on a rank, of the rank that took most."""
-
-    tokens: int
-    mb: float
+from flexray.solver.memory import POINTS, Peak
 
 
 @dataclass(frozen=True)

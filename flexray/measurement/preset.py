@@ -19,6 +19,7 @@ class MemoryTerms:
     """Memory as the planner counts it, and what of it was measured."""
 
     usable_mb: float
+    buffers_mb: float
     mb_per_token: float
     is_measured: bool
 
@@ -26,16 +27,15 @@ class MemoryTerms:
     def of(cls, cost: CostModel, memory: Memory | None, device: str, gpus: int) -> MemoryTerms:
         """`cost`: the estimate, whose terms stay where `memory` was not told.
 
-        On GPUs logits, and what is there besides model states and tokens, are no longer usable.
-        What a CPU process holds besides them is in the estimate's margin.
+        On GPUs logits, and what is there besides model states and tokens, are buffers. What a CPU
+        process holds besides them is in the estimate's margin.
         """
         if memory is None:
-            return cls(cost.usable_mb, cost.mb_per_token, is_measured=False)
-        usable = cost.usable_mb
+            return cls(cost.usable_mb, 0.0, cost.mb_per_token, is_measured=False)
+        buffers = 0.0
         if device == "cuda":
-            besides = memory.fixed_mb - cost.state_mb / (cost.shard_size or gpus)
-            usable -= memory.logits_mb + max(0.0, besides)
-        return cls(max(0.0, usable), memory.mb_per_token, is_measured=True)
+            buffers = memory.logits_mb + max(0.0, memory.fixed_mb - cost.states_mb(gpus))
+        return cls(cost.usable_mb, buffers, memory.mb_per_token, is_measured=True)
 
 
 def preset_yaml(job: ModelJob, measured: Measurements, fit: Fit, memory: MemoryTerms) -> str:
@@ -66,6 +66,7 @@ def preset_yaml(job: ModelJob, measured: Measurements, fit: Fit, memory: MemoryT
             "usable_mb": _short(memory.usable_mb),
             "parameters": job.parameters,
             "bytes_per_parameter": _short(cost.state_mb * 2**20 / job.parameters),
+            "buffers_mb": _short(memory.buffers_mb),
             "mb_per_token": _short(memory.mb_per_token),
             "communicator_mb": _short(cost.communicator_mb),
             "communicators": cost.communicators,

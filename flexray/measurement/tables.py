@@ -69,10 +69,9 @@ def show_rest(
             f"memory: {memory.mb_per_token:.3g} MB a token (estimated: "
             f"{measured.cost.mb_per_token:.3g}), {logits}, {memory.fixed_mb:,.0f} MB without tokens"
         )
-    shard = measured.cost.shard_size or measured.cluster.gpus
+    states = measured.cost.states_mb(measured.cluster.gpus)
     console.print(
-        f"model states: {measured.cost.state_mb / shard:,.1f} MB a rank, counted; "
-        f"{terms.usable_mb:,.0f} MB usable"
+        f"model states: {states:,.1f} MB a rank, counted; {terms.usable_mb:,.0f} MB usable"
     )
 
 

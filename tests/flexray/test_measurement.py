@@ -11,11 +11,12 @@ import pytest
 from flexray.datasets.random_rows import RandomRows
 from flexray.measurement.design import Case, Pack, across, across_round, inside, one_round, ramp
 from flexray.measurement.fit import BadFit, Fit, Observed, fit
-from flexray.measurement.memory import Peak, fit_memory
+from flexray.measurement.memory import fit_memory
 from flexray.measurement.preset import MemoryTerms
 from flexray.solver.calibration import Span, StepSpans
 from flexray.solver.cluster import Cluster
 from flexray.solver.cost import CostModel
+from flexray.solver.memory import Peak
 
 CPU = CostModel(
     quadratic=2e-5,
@@ -252,7 +253,8 @@ def test_memory_of_a_token_and_of_the_logits():
     assert memory.logits_mb == pytest.approx(512.0, rel=1e-6)
     assert memory.fixed_mb == pytest.approx(900.0, rel=1e-6)
     terms = MemoryTerms.of(replace(CPU, usable_mb=4000.0, state_mb=1000.0), memory, "cuda", 2)
-    assert terms.usable_mb == pytest.approx(4000 - 512 - (900 - 1000 / 2))
+    assert terms.usable_mb == 4000
+    assert terms.buffers_mb == pytest.approx(512 + (900 - 1000 / 2))
 
 
 def test_peaks_of_a_process_that_its_start_hides_tell_nothing():

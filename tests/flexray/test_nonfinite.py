@@ -11,7 +11,7 @@ from flexray.nonfinite import NonfinitePolicy
 
 def reports(skipped):
     return [
-        StepReport(1, 1, rank, 1.0, 1.0, 1e-3, skipped, (), 0, 1.0, 0.0, 0.0, 1.0)
+        StepReport(1, 1, rank, 1.0, 1.0, 1e-3, skipped, (), 0, 1.0, 0.0, 0.0, 1.0, False)
         for rank in (0, 1)
     ]
 

@@ -13,7 +13,7 @@ from flexray.prefetch import PlannedBatch, Prefetch
 from flexray.records import model_events
 from flexray.solver.cluster import Cluster
 from flexray.solver.cost import CostModel
-from flexray.solver.prediction import predicted_ms
+from flexray.solver.prediction import fits, predicted_ms
 
 LENGTHS = (4000, 2500, 2400, 1500, 900, 700, 500, 400, 300, 300, 200, 100)
 # A step of minutes: the bound may take as long.
@@ -94,6 +94,20 @@ def test_a_plan_that_the_cost_model_has_overtaken_is_made_again(factor, is_again
         assert events[1].coefficients["linear"] == cost.linear and events[1].speeds == {}
     *_, last = prefetch
     assert last.replaced is None and last.request.version == 1  # asked for later
+
+
+def test_a_plan_that_memory_has_no_room_for_any_more_is_made_again():
+    requests = [replace(request(), degrees=(1, 2, 4, 8))]
+    prefetch = Prefetch(batches(2), ahead=1, request=lambda: requests[-1])
+    first = next(prefetch)
+    groups = [g for m in first.plan.micro_steps for g in m.groups]
+    largest = max(-(-g.tokens // g.degree) for g in groups)
+    less = COST.with_capacity(largest - 1)
+    requests.append(replace(requests[0], cost=less, version=1))
+    second = next(prefetch)
+    assert second.replaced is not None and not fits(first.plan, less, requests[0].cluster)
+    assert second.replaced[1] == pytest.approx(first.plan.planned_ms)  # its time has not moved
+    assert fits(second.plan, less, requests[0].cluster)
 
 
 def test_a_rank_that_turned_slow_has_its_plans_made_again():

@@ -12,13 +12,14 @@ import typer
 
 from flexray.datasets.corpus import Corpus
 from flexray.jobs import benchmark_training, training_emulation, training_parts
-from flexray.jobs.training_corpora import SCALE, scaled, write_corpus
+from flexray.jobs.training_corpora import Rows, write_corpus
 from flexray.jobs.training_emulation import Emulation
 from flexray.jobs.training_parts import (
     LEARNING,
     SLOW_RANK,
     WAYS,
     Compared,
+    Converged,
     Size,
     SlowRank,
     compare,
@@ -26,7 +27,6 @@ from flexray.jobs.training_parts import (
     in_turns,
     slow_turns,
     slowness,
-    stated_cost,
 )
 from flexray.jobs.training_report import Figures, goals, report
 from flexray.jobs.training_turns import (
@@ -42,7 +42,7 @@ from flexray.planning_tasks import PlanRequest
 from flexray.solver.cluster import Cluster
 from flexray.solver.cost import CostModel
 
-COST = stated_cost()
+COST = CostModel(1e-5, 0.05, 2.0, 40.0)
 
 
 def test_every_batch_has_each_way_once_and_who_begins_changes():
@@ -55,10 +55,10 @@ def test_every_batch_has_each_way_once_and_who_begins_changes():
 
 def test_lengths_are_scaled_and_too_long_ones_left_out(tmp_path):
     lengths = np.array([1, 47, 48, 24 * 100, 24 * 100 + 1])
-    assert scaled(lengths, 100).tolist() == [2, 2, 2, 100]
-    corpus = Corpus.open(write_corpus("github", tmp_path / "corpus", 512))
+    assert Rows(24, 100).of(lengths).tolist() == [2, 2, 2, 100]
+    corpus = Corpus.open(write_corpus("github", tmp_path / "corpus", Rows(24, 512)))
     assert 512 * 0.9 < corpus.lengths.max() <= 512 and corpus.lengths.min() == 2
-    assert SCALE * 512 < 23_000  # the 99th percentile: some were left out
+    assert 24 * 512 < 23_000  # the 99th percentile: some were left out
     assert len(corpus.lengths) < 18_415
 
 
@@ -136,28 +136,39 @@ def one(ranks, static=1.5, adaptive=1.2, off=0.03):
     return Compared("github", ranks, ranks != 2, 16, taken, taken, off, COST)
 
 
+RIGHT = Converged(before=0.8, after=0.07, steps=16)
 SLOW = SlowRank(healthy_s=1.0, aware_s=1.2, unaware_s=1.9, found=9, batches=16)
 
 
 @pytest.mark.parametrize(
     ("figures", "missed"),
     [
-        (Figures([one(2, 1.15, 1.0, 0.3), one(4)], SLOW, [0.1]), []),
-        (Figures([one(2, 1.05)], SLOW, [0.1]), ["github, 2 ranks: over the static degree"]),
-        (Figures([one(4, 1.35)], SLOW, [0.1]), ["github, 4 ranks: over the static degree"]),
+        (Figures([one(2, 1.15, 1.0, 0.3), one(4)], RIGHT, SLOW, COST, [0.1]), []),
         (
-            Figures([one(8, adaptive=1.05, off=0.06)], SLOW, [0.1]),
+            Figures([one(2, 1.05)], RIGHT, SLOW, COST, [0.1]),
+            ["github, 2 ranks: over the static degree"],
+        ),
+        (
+            Figures([one(4, 1.35)], RIGHT, SLOW, COST, [0.1]),
+            ["github, 4 ranks: over the static degree"],
+        ),
+        (
+            Figures([one(8, adaptive=1.05, off=0.06)], RIGHT, SLOW, COST, [0.1]),
             [
                 "github, 8 ranks: over the best single degree",
                 "github, 8 ranks: off what was planned",
             ],
         ),
         (
-            Figures([one(4)], replace(SLOW, found=None, aware_s=1.4), [0.1]),
+            Figures([one(4)], RIGHT, replace(SLOW, found=None, aware_s=1.4), COST, [0.1]),
             ["slow rank: steps until it is planned with", "slow rank: over the best possible"],
         ),
         (
-            Figures([one(4)], replace(SLOW, found=11), [0.1]),
+            Figures([one(4)], replace(RIGHT, after=0.11), SLOW, COST, [0.1]),
+            ["three times wrong: off after 20 steps"],
+        ),
+        (
+            Figures([one(4)], RIGHT, replace(SLOW, found=11), COST, [0.1]),
             ["slow rank: steps until it is planned with"],
         ),
     ],
@@ -179,12 +190,12 @@ def test_a_machine_of_one_core_cannot_run_it(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.timeout(300)  # actors start, on a busy machine slowly
 def test_ways_take_turns_on_emulated_ranks(tmp_path, monkeypatch):
-    monkeypatch.setattr(training_parts, "PINNED", 0)
-    monkeypatch.setitem(training_parts.LONGEST, 2, 256)
+    monkeypatch.setitem(training_parts.ROWS, 2, Rows(24, 256))
     monkeypatch.setitem(training_parts.BATCH_TOKENS, 2, 512)
-    found = compare(tmp_path, "github", 2, Size(1, 1))
+    found = compare(tmp_path, "github", 2, Size(1, 1), COST)
     assert found.is_emulated and found.batches == 1
-    slept_s = stated_cost().micro_step_ms / 1e3
+    slept_s = COST.micro_step_ms / 1e3
     assert all(taken > slept_s for taken in found.taken_s.values())
-    assert found.cost.quadratic > 0
+    # Rows are too short to tell what squares take.
+    assert found.cost.linear == pytest.approx(COST.linear, rel=0.5)
     assert not (tmp_path / "github-2" / "checkpoints").exists()

@@ -9,10 +9,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from flexray.jobs.wrong_costs import wrong
 from flexray.presets import load_preset
 from flexray.solver.calibration import Calibrator, Span, StepSpans
 from flexray.solver.cluster import Cluster
 from flexray.solver.cost import CostModel
+from flexray.solver.memory import Peak
 from flexray.solver.plan import Plan
 from flexray.solver.planner import Effort, plan_step
 from flexray.solver.prediction import predicted_ms
@@ -31,21 +33,6 @@ def batches(data: str, n: int) -> list[list[int]]:
     return [kept[i * SEQUENCES : (i + 1) * SEQUENCES].tolist() for i in range(n)]
 
 
-def wrong(cost: CostModel, factor: float) -> CostModel:
-    """Every coefficient of time off by a factor, one up and the next down."""
-    return replace(
-        cost,
-        quadratic=cost.quadratic * factor,
-        linear=cost.linear / factor,
-        micro_step_ms=cost.micro_step_ms * factor,
-        exchange_ms=cost.exchange_ms / factor,
-        bandwidth=tuple(
-            (d, speed * (factor if i % 2 else 1 / factor))
-            for i, (d, speed) in enumerate(cost.bandwidth)
-        ),
-    )
-
-
 @dataclass
 class Machine:
     """Ranks that take what `cost` says, times noise, a rank's own slowness, and some hiccups."""
@@ -55,12 +42,14 @@ class Machine:
     hiccups: float = 0.0  # share of spans that take ten times as long
     slowness: tuple[float, ...] = (1.0,) * GPUS
     seed: int = 0
+    token_mb: float = 0.0  # of a GPU's memory, beside 1,000 MB
 
     def __post_init__(self) -> None:
         self.random = np.random.default_rng(self.seed)
 
     def run(self, plan: Plan) -> StepSpans:
         spans, measured = [], 0.0
+        held: dict[int, int] = {}
         for m, micro_step in enumerate(plan.micro_steps):
             slowest = 0.0
             for group in micro_step.groups:
@@ -73,6 +62,7 @@ class Machine:
                     moved = self.cost.exchange_mb_per_token * tokens / d
                     comm = moved / self.cost.bandwidth_at(d) + self.cost.exchange_ms
                 for rank in group.ranks:
+                    held[rank] = max(held.get(rank, 0), -(-tokens // d))
                     own = compute * self.slowness[rank] * self.random.lognormal(0, self.noise)
                     if self.random.random() < self.hiccups:
                         own *= 10
@@ -80,7 +70,8 @@ class Machine:
                     spans.append(Span(rank, m, d, tokens, squares, len(group.rows), own, took))
                     slowest = max(slowest, own + took)
             measured += slowest + self.cost.micro_step_ms
-        return StepSpans(tuple(spans), measured)
+        peaks = tuple(Peak(n, 1000.0 + self.token_mb * n) for n in held.values() if self.token_mb)
+        return StepSpans(tuple(spans), measured, peaks=peaks)
 
 
 def train(
@@ -143,3 +134,43 @@ def test_a_slow_rank_gets_less_work_within_ten_steps() -> None:
     assert took < 1.15 * sum(healthy) * GPUS / (GPUS - 0.5)
     assert took < 0.75 * sum(unaware)
     assert error(aware) < 0.10
+
+
+@pytest.mark.parametrize("estimated", [0.4, 1.6])
+def test_plans_use_the_memory_that_there_is(estimated: float) -> None:
+    usable, token_mb = 5000.0, 1.0  # so a GPU has room for 4,000 tokens
+    start = replace(TRUE, tokens_per_gpu=None, state_mb=0.0, communicator_mb=0.0)
+    start = replace(start, usable_mb=usable, mb_per_token=token_mb * estimated)
+    calibrator = Calibrator(start, range(GPUS), least_tokens=48_000 // GPUS)
+    data = batches("github", 12)
+    machine = Machine(TRUE, token_mb=token_mb)
+    train(machine, start, data[:8], calibrator)
+    calibrator.fit()
+    assert calibrator.cost.capacity(GPUS) == pytest.approx(4000, abs=1)
+    for lengths in data[8:]:
+        plan = plan_step(lengths, calibrator.cost, CLUSTER, DEGREES, effort=Effort(nodes=0))
+        assert max(peak.mb for peak in machine.run(plan).peaks) <= usable
+
+
+@pytest.mark.parametrize(("between_nodes", "spans"), [(0.3, False), (30.0, True)])
+def test_groups_span_nodes_only_where_the_measured_bandwidth_says_that_it_pays(
+    between_nodes: float, spans: bool
+) -> None:
+    inside = ((2, 50.0), (4, 50.0), (8, 50.0))
+    told_wrong = 3.0 if spans else 10.0  # the other way round
+    true = replace(TRUE, bandwidth=(*inside, (16, between_nodes)))
+    start = replace(TRUE, bandwidth=(*inside, (16, told_wrong)))
+    true, start = true.with_capacity(48_000 // 8), start.with_capacity(48_000 // 8)
+    calibrator = Calibrator(start, range(GPUS))
+    probe = plan_step([16_000], start, CLUSTER, (16,), effort=Effort(nodes=0))
+    rest = plan_step([40_000], start, CLUSTER, (8,), effort=Effort(nodes=0))
+    machine = Machine(true)
+    for _ in range(4):
+        calibrator.observe(machine.run(probe))
+        calibrator.observe(machine.run(rest))
+    calibrator.fit()
+    assert calibrator.cost.bandwidth_at(16) == pytest.approx(between_nodes, rel=0.15)
+    plan = plan_step([40_000], calibrator.cost, CLUSTER, DEGREES, effort=Effort(nodes=0))
+    (group,) = (g for m in plan.micro_steps for g in m.groups)
+    assert (group.degree == 16) is spans
+    assert len({CLUSTER.node_of[rank] for rank in group.ranks}) == 1 + spans
