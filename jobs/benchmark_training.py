@@ -1,7 +1,7 @@
 """Steps under FlexRay's plans against one degree for all, on the same batches in one run.
 
     python -m flexray.jobs.benchmark_training --quick   3 batches each: minutes
-    python -m flexray.jobs.benchmark_training           16 batches each
+    python -m flexray.jobs.benchmark_training           12 batches each
 
 Needs a machine that does nothing else. Exit code 0: all goals are reached; 1: one is missed; 2: it
 cannot run here.
@@ -33,7 +33,7 @@ from flexray.jobs.training_parts import (
 from flexray.jobs.training_report import Figures
 from flexray.solver.plan import PlanningError
 
-FULL = Size(warm=8, measured=16)
+FULL = Size(warm=6, measured=12)
 QUICK = Size(warm=4, measured=3)
 
 

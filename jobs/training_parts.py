@@ -31,8 +31,9 @@ PINNED, EMULATED = 2, (4, 8)  # ranks
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
 SMALL: dict[str, Any] = HEADS
 SLEPT: dict[str, Any] = HEADS | {"hidden_size": 320, "intermediate_size": 16}
-ROWS = {PINNED: Rows(24, 4096), 4: Rows(128, 1536), 8: Rows(128, 1536)}
-BATCH_TOKENS = {PINNED: 16_384, 4: 18_432, 8: 24_576}
+ROWS = Rows(128, 1536)
+# Steps of a second and more: planning, on the same cores, is not to be seen in their time.
+BATCH_TOKENS = {PINNED: 49_152, 4: 24_576, 8: 49_152}
 
 SLOW_RANKS, SLOW_RANK = 4, 2
 SPEED = 3.5  # of four ranks, one of them half as fast
@@ -119,8 +120,7 @@ def measured_cost(folder: Path, size: Size) -> CostModel:
 
     Without the all-to-alls: these are made.
     """
-    rows = ROWS[EMULATED[0]]
-    sections = sections_of(PINNED, "github", folder / "measured-corpus", rows, SLEPT)
+    sections = sections_of(PINNED, "github", folder / "measured-corpus", SLEPT)
     turns = [Turn(batch, FLEXRAY) for batch in range(size.warm + size.measured)]
     cost = train(folder, "measured", sections, turns, pinned()).cost
     return CostModel(cost.quadratic, cost.linear, cost.per_sequence, cost.micro_step_ms)
@@ -128,7 +128,7 @@ def measured_cost(folder: Path, size: Size) -> CostModel:
 
 def converge(folder: Path, right: CostModel, size: Size) -> Converged:
     """Two ranks with a core each, from a cost model that is WRONG. `right`: what it is."""
-    sections = sections_of(PINNED, "github", folder / "converge-corpus", ROWS[PINNED], SMALL)
+    sections = sections_of(PINNED, "github", folder / "converge-corpus", SMALL)
     turns = [Turn(batch, FLEXRAY) for batch in range(CONVERGING + size.measured)]
     run = train(folder, "converge", sections, turns, pinned(), wrong(right, WRONG))
     errors = [abs(step.planned_s / step.wall_s - 1) for step in run.steps]
@@ -144,7 +144,7 @@ def compare(
     """
     worker = emulated(Emulation(slept)) if slept else pinned()
     model, name = SLEPT if slept else SMALL, f"{corpus}-{ranks}"
-    sections = sections_of(ranks, corpus, folder / f"{name}-corpus", ROWS[ranks], model)
+    sections = sections_of(ranks, corpus, folder / f"{name}-corpus", model)
     run = train(folder, name, sections, in_turns(size, WAYS), worker)
     return compared(corpus, ranks, slept is not None, run, size)
 
@@ -154,9 +154,9 @@ def slow_rank(folder: Path, size: Size, slept: CostModel) -> SlowRank:
 
     A rank holds half of the longest sequence, so that none needs all of them.
     """
-    slowed, rows = Emulation(slept, SLOW_RANK, size.warm + size.measured + 1), ROWS[SLOW_RANKS]
-    sections = sections_of(SLOW_RANKS, "github", folder / "slow-rank-corpus", rows, SLEPT)
-    sections["planner"] = {"capacity": rows.longest // 2}
+    slowed = Emulation(slept, SLOW_RANK, size.warm + size.measured + 1)
+    sections = sections_of(SLOW_RANKS, "github", folder / "slow-rank-corpus", SLEPT)
+    sections["planner"] = {"capacity": ROWS.longest // 2}
     run = train(folder, "slow-rank", sections, slow_turns(size), emulated(slowed))
     return slowness(run.steps, size)
 
@@ -209,9 +209,7 @@ def slowness(steps: Sequence[Step], size: Size) -> SlowRank:
     )
 
 
-def sections_of(
-    ranks: int, corpus: str, folder: Path, rows: Rows, model: dict[str, Any]
-) -> dict[str, Any]:
+def sections_of(ranks: int, corpus: str, folder: Path, model: dict[str, Any]) -> dict[str, Any]:
     """The run's config; its corpus is written to `folder`.
 
     A rank holds so many tokens that the longest sequence needs all ranks. `model`: changes to the
@@ -220,10 +218,7 @@ def sections_of(
     return {
         "cluster": {"gpus": ranks, "device": "cpu"},
         "model": {"config": model},
-        "data": {
-            "corpus": str(write_corpus(corpus, folder, rows)),
-            "max_length": rows.longest,
-        },
+        "data": {"corpus": str(write_corpus(corpus, folder, ROWS)), "max_length": ROWS.longest},
         "train": {"batch_tokens": BATCH_TOKENS[ranks]},
-        "planner": {"capacity": rows.longest // ranks},
+        "planner": {"capacity": ROWS.longest // ranks},
     }

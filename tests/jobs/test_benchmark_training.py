@@ -190,7 +190,7 @@ def test_a_machine_of_one_core_cannot_run_it(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.timeout(300)  # actors start, on a busy machine slowly
 def test_ways_take_turns_on_emulated_ranks(tmp_path, monkeypatch):
-    monkeypatch.setitem(training_parts.ROWS, 2, Rows(24, 256))
+    monkeypatch.setattr(training_parts, "ROWS", Rows(24, 256))
     monkeypatch.setitem(training_parts.BATCH_TOKENS, 2, 512)
     found = compare(tmp_path, "github", 2, Size(1, 1), COST)
     assert found.is_emulated and found.batches == 1
