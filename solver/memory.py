@@ -3,6 +3,8 @@
     peak_mb = fixed_mb + mb_per_token * tokens        of the largest share of a pack that it had
 
 The line lies over all peaks, not through their middle: a plan that fits half of the time does not.
+Where all shares are about as large (plans fill the ranks) they tell no line: then all that is there
+beside the model states is the tokens', which is too much for larger shares and never too little.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from flexray.solver.cost import CostModel
 
 POINTS = 4  # different numbers of tokens that a line is told from, at least,
 SPREAD = 1.5  # and the largest over the smallest
+LARGE = 0.95  # of the largest share: shares that tell what still larger ones take
 
 
 @dataclass(frozen=True)
@@ -32,17 +35,24 @@ def with_peaks(cost: CostModel, peaks: Sequence[Peak], gpus: int, least_tokens: 
 
     States are counted, not learned: what peaks show beyond them is `buffers_mb`.
     """
-    tokens = np.array([peak.tokens for peak in peaks], dtype=np.float64)
-    if len(set(tokens.tolist())) < POINTS or tokens.max() < SPREAD * tokens.min():
+    used = [peak for peak in peaks if peak.tokens > 0]
+    if len(used) < POINTS:
         return cost
-    measured = np.array([peak.mb for peak in peaks])
-    design = np.stack([np.ones(len(peaks)), tokens], axis=1)
-    line, _ = nnls(design, measured)
-    fixed_mb, mb_per_token = map(float, line)
-    if mb_per_token == 0:
+    tokens = np.array([peak.tokens for peak in used], dtype=np.float64)
+    measured = np.array([peak.mb for peak in used])
+    states_mb = cost.states_mb(gpus)
+    if len(set(tokens.tolist())) >= POINTS and tokens.max() >= SPREAD * tokens.min():
+        design = np.stack([np.ones(len(used)), tokens], axis=1)
+        line, _ = nnls(design, measured)
+        fixed_mb, mb_per_token = map(float, line)
+        fixed_mb += float((measured - design @ line).max())
+    else:
+        is_large = tokens >= LARGE * tokens.max()
+        each = (measured - states_mb)[is_large] / tokens[is_large]
+        fixed_mb, mb_per_token = states_mb, float(each.max())
+    if mb_per_token <= 0:
         return cost
-    fixed_mb += float((measured - design @ line).max())
-    buffers_mb = max(0.0, fixed_mb - cost.states_mb(gpus))
+    buffers_mb = max(0.0, fixed_mb - states_mb)
     return with_memory(cost, buffers_mb, mb_per_token, gpus, least_tokens)
 
 

@@ -146,7 +146,7 @@ def test_plans_use_the_memory_that_there_is(estimated: float) -> None:
     machine = Machine(TRUE, token_mb=token_mb)
     train(machine, start, data[:8], calibrator)
     calibrator.fit()
-    assert calibrator.cost.capacity(GPUS) == pytest.approx(4000, abs=1)
+    assert 0.98 * 4000 < calibrator.cost.capacity(GPUS) <= 4001
     for lengths in data[8:]:
         plan = plan_step(lengths, calibrator.cost, CLUSTER, DEGREES, effort=Effort(nodes=0))
         assert max(peak.mb for peak in machine.run(plan).peaks) <= usable

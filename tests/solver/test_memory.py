@@ -35,6 +35,14 @@ def test_peaks_on_a_line_tell_what_a_token_takes_and_what_there_is_beside_the_st
     assert cost.capacity(GPUS) == pytest.approx((10_000 - 1000 - 700 - 500) / 0.5, abs=1)
 
 
+def test_shares_that_are_alike_have_all_beside_the_states_put_down_to_tokens() -> None:
+    alike = peaks(lambda n: 1700 + 0.5 * n, (1000, 1050, 1100, 1200))
+    cost = with_peaks(COST, alike, GPUS, 1)
+    assert cost.buffers_mb == 0
+    assert cost.mb_per_token == pytest.approx((2300 - 1000) / 1200)
+    assert 1000 + cost.mb_per_token * 5000 > 1700 + 0.5 * 5000
+
+
 def test_the_line_lies_over_every_peak() -> None:
     higher = [*peaks(lambda n: 1700 + 0.5 * n), Peak(3000, 1700 + 0.5 * 3000 + 400)]
     cost = with_peaks(COST, higher, GPUS, 1)
@@ -52,8 +60,8 @@ def test_less_than_the_states_is_not_believed() -> None:
     "few",
     [
         [],
-        peaks(lambda n: 0.5 * n, TOKENS[:3]),
-        peaks(lambda n: 0.5 * n, (1000, 1100, 1200, 1300)),
+        peaks(lambda n: 1700 + 0.5 * n, TOKENS[:3]),
+        peaks(lambda n: 0.5 * n, (1000, 1100, 1200, 1300)),  # less than the states
         peaks(lambda n: 3000.0),  # nothing that grows
         peaks(lambda n: 5000 - 0.5 * n),
     ],
