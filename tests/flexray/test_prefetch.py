@@ -22,7 +22,7 @@ COST = CostModel(1e-2, 1.0, micro_step_ms=500.0, tokens_per_gpu=1000)
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
 
