@@ -131,8 +131,8 @@ def converge(folder: Path, right: CostModel, size: Size) -> Converged:
     sections = sections_of(PINNED, "github", folder / "converge-corpus", SMALL)
     turns = [Turn(batch, FLEXRAY) for batch in range(CONVERGING + size.measured)]
     run = train(folder, "converge", sections, turns, pinned(), wrong(right, WRONG))
-    errors = [abs(step.planned_s / step.wall_s - 1) for step in run.steps]
-    return Converged(mean(errors[:CONVERGING]), mean(errors[CONVERGING:]), size.measured)
+    before, after = run.steps[:CONVERGING], run.steps[CONVERGING:]
+    return Converged(off_plan(before), off_plan(after), size.measured)
 
 
 def compare(
@@ -190,9 +190,14 @@ def compared(corpus: str, ranks: int, is_emulated: bool, run: Run, size: Size) -
         batches=size.measured,
         taken_s={way: mean(s.wall_s for s in each) for way, each in of.items()},
         planned_s={way: mean(s.planned_s for s in each) for way, each in of.items()},
-        off=mean(abs(step.planned_s / step.wall_s - 1) for step in of[FLEXRAY]),
+        off=off_plan(of[FLEXRAY]),
         cost=run.cost,
     )
+
+
+def off_plan(steps: Sequence[Step]) -> float:
+    """How far planned times are from those taken, as a share of these: the mean over the steps."""
+    return mean(abs(step.planned_s / step.wall_s - 1) for step in steps)
 
 
 def slowness(steps: Sequence[Step], size: Size) -> SlowRank:

@@ -26,7 +26,10 @@ NAMES = {FLEXRAY: "FlexRay", STATIC: "(a) static degree", ADAPTIVE: "(b) best si
 
 @dataclass(frozen=True)
 class Figures:
-    """All that was measured. `load`: of the machine in the minute before each part began."""
+    """All that was measured.
+
+    `slept`: where compute is emulated. `load`: of the machine in the minute before each part began.
+    """
 
     compared: Sequence[Compared]
     converged: Converged
