@@ -9,7 +9,6 @@ from flexray.events import ModelEvent, ReplanEvent, StepEvent
 from flexray.prefetch import PlannedBatch
 from flexray.resume import learned
 from flexray.solver.calibration import Span, StepSpans
-from flexray.solver.cost import CostModel
 from flexray.solver.memory import Peak
 
 
@@ -80,11 +79,12 @@ def model_events(planned: PlannedBatch, version: int) -> Iterator[ModelEvent | R
             version=request.version,
         )
     if request.version != version:
-        speeds = enumerate(request.cluster.speed)
+        cost, speeds = request.cost, enumerate(request.cluster.speed)
         yield ModelEvent(
             step=step,
             version=request.version,
-            coefficients=learned(request.cost) | _memory(request.cost),
+            coefficients=learned(cost)
+            | {"buffers_mb": cost.buffers_mb, "mb_per_token": cost.mb_per_token},
             errors=dict(request.errors),
             speeds={str(rank): speed for rank, speed in speeds if speed != 1},
             step_ms=request.step_ms,
@@ -114,7 +114,3 @@ def step_spans(reports: Sequence[StepReport]) -> StepSpans:
             if report.tells_memory
         ),
     )
-
-
-def _memory(cost: CostModel) -> dict[str, float]:
-    return {name: getattr(cost, name) for name in ("buffers_mb", "mb_per_token")}

@@ -148,7 +148,7 @@ class _Observed:
     measured_ms: float
     is_usual: bool
     speeds: Floats
-    peaks: tuple[Peak, ...]
+    peaks: Floats  # (ranks that told one, 2)
 
 
 class Calibrator:
@@ -209,7 +209,8 @@ class Calibrator:
     def observe(self, step: StepSpans) -> None:
         """Adds the newest step; the oldest leaves the window."""
         speeds, spans = np.array(self.speeds), _Step.of(step.spans)
-        self._steps.append(_Observed(spans, step.measured_ms, step.is_usual, speeds, step.peaks))
+        peaks = np.array(step.peaks, dtype=np.float64).reshape(-1, 2)
+        self._steps.append(_Observed(spans, step.measured_ms, step.is_usual, speeds, peaks))
         self._unseen += 1
 
     def fit(self) -> None:
@@ -225,7 +226,7 @@ class Calibrator:
                 cost = self._fit_compute(cost, spans, weight)
             cost = self._fit_exchange(cost, spans, weight)
         cost, self.step_ms = self._fit_fixed(cost)
-        peaks = [peak for observed in self._steps for peak in observed.peaks]
+        peaks = np.concatenate([observed.peaks for observed in self._steps])
         self.cost = with_peaks(cost, peaks, len(self._ranks), self._least_tokens)
         self._unseen = 0
         self.version += (self.cost, self.speeds) != before

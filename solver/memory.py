@@ -9,10 +9,11 @@ beside the model states is the tokens', which is too much for larger shares and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from scipy.optimize import nnls
 
 from flexray.solver.cost import CostModel
@@ -22,27 +23,26 @@ SPREAD = 1.5  # and the largest over the smallest
 LARGE = 0.95  # of the largest share: shares that tell what still larger ones take
 
 
-@dataclass(frozen=True)
-class Peak:
+class Peak(NamedTuple):
     """Most memory of a rank in a step, and the tokens of the largest share that it had in it."""
 
     tokens: int
     mb: float
 
 
-def with_peaks(cost: CostModel, peaks: Sequence[Peak], gpus: int, least_tokens: int) -> CostModel:
+def with_peaks(cost: CostModel, peaks: npt.ArrayLike, gpus: int, least_tokens: int) -> CostModel:
     """`cost` with the memory terms that the peaks tell; as it was where they tell none.
 
-    States are counted, not learned: what peaks show beyond them is `buffers_mb`.
+    `peaks`: Peaks, or (n, 2) of their numbers. States are counted, not learned: what peaks show
+    beyond them is `buffers_mb`.
     """
-    used = [peak for peak in peaks if peak.tokens > 0]
-    if len(used) < POINTS:
+    numbers = np.asarray(peaks, dtype=np.float64).reshape(-1, 2)
+    tokens, measured = numbers[numbers[:, 0] > 0].T
+    if len(tokens) < POINTS:
         return cost
-    tokens = np.array([peak.tokens for peak in used], dtype=np.float64)
-    measured = np.array([peak.mb for peak in used])
     states_mb = cost.states_mb(gpus)
-    if len(set(tokens.tolist())) >= POINTS and tokens.max() >= SPREAD * tokens.min():
-        design = np.stack([np.ones(len(used)), tokens], axis=1)
+    if len(np.unique(tokens)) >= POINTS and tokens.max() >= SPREAD * tokens.min():
+        design = np.stack([np.ones(len(tokens)), tokens], axis=1)
         line, _ = nnls(design, measured)
         fixed_mb, mb_per_token = map(float, line)
         fixed_mb += float((measured - design @ line).max())
